@@ -1,0 +1,1 @@
+"""Reservation: one committed handling of every operation, whatever the broker delivers."""

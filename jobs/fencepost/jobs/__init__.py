@@ -1,0 +1,1 @@
+"""Scheduling and publication: leases, fences and effects over one SQL claimant."""

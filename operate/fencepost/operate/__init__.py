@@ -1,0 +1,1 @@
+"""Operation: the one command line, status and doctor."""

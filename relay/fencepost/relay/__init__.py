@@ -1,0 +1,1 @@
+"""Delivery: the transactional outbox and the sidecar that publishes it."""
