@@ -1,0 +1,45 @@
+# Every target makes the environment by itself: each is the only command you need to type.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+BROKER ?= embedded
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: help demo test check fuzz-order stack-up stack-down services
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+demo: $(STAMP) ## the main job before your eyes (BROKER=embedded|kafka|rabbitmq)
+	@case "$(BROKER)" in embedded) ;; *) compose/install ;; esac
+	$(PY) examples/reports/demo.py --broker $(BROKER)
+
+test: $(STAMP) services ## every test on real PostgreSQL 18 and 15, PgBouncer, RabbitMQ and Kafka
+	$(PY) -m pytest
+
+check: $(STAMP) ## linters, both type checkers, import contracts, layout
+	ruff check
+	ruff format --check
+	mypy
+	pyright
+	lint-imports
+	$(PY) -m pytest tests/test_layout.py -q
+
+fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, nothing out of order
+	$(PY) bench/fuzz_order.py
+
+stack-up: $(STAMP) services ## start all services and leave them running; tests use them
+	PYTHONPATH=compose $(PY) -m stack up
+
+stack-down: $(STAMP) ## end what stack-up has started
+	PYTHONPATH=compose $(PY) -m stack down
+
+services:
+	@compose/install
+
+$(STAMP): pyproject.toml
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@

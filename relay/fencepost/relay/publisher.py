@@ -1,0 +1,124 @@
+"""What a broker must offer to the relay: an answer for every event, and never a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+from uuid import UUID
+
+
+class OutboxRow(NamedTuple):
+    """One committed event as the page statement returns it; bytes are passed through unchanged."""
+
+    slot: int
+    seq: int
+    event_id: UUID
+    tenant: str
+    operation: str
+    type: str
+    version: int
+    epoch: int
+    ordering_key: str
+    digest: bytes
+    recorded_at: datetime
+    content_type: str
+    attributes: str | None
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where events whose type matches go: a Kafka topic, or an AMQP exchange with a routing key.
+
+    `match` is an exact type, a prefix ending in `.*`, or `*`. `{type}` in `routing_key` stands for the type.
+    """
+
+    match: str
+    to: str
+    routing_key: str = "{type}"
+
+    def matches(self, type_: str) -> bool:
+        """True when events of this type take this route."""
+        if self.match == "*":
+            return True
+        if self.match.endswith(".*"):
+            return type_.startswith(self.match[:-1])
+        return type_ == self.match
+
+
+class Outgoing(NamedTuple):
+    """One event on its way, with the route it takes."""
+
+    row: OutboxRow
+    route: Route
+
+
+class ParkReason(StrEnum):
+    """Why an event was set aside; every one of them is a definite answer."""
+
+    UNROUTABLE = "unroutable"
+    NO_ROUTE = "no_route"
+    NO_SUCH_EXCHANGE = "no_such_exchange"
+    NO_SUCH_TOPIC = "no_such_topic"
+    TOO_LARGE = "too_large"
+    NOT_AUTHORISED = "not_authorised"
+    UNDECODABLE = "undecodable"
+    BEHIND = "behind"
+    OVERTAKEN = "overtaken"
+
+
+class Answer(StrEnum):
+    """What is known about one event after a send.
+
+    confirmed: the broker's own confirm of that event arrived.
+    refused: a definite no; the event is parked with its reason.
+    nacked: a definite "not stored"; sent again.
+    unknown: timed out, closed or cut; sent again with the same bytes, a duplicate is possible.
+    withheld: not sent, because an earlier event of its key has no confirm.
+    """
+
+    CONFIRMED = "confirmed"
+    REFUSED = "refused"
+    NACKED = "nacked"
+    UNKNOWN = "unknown"
+    WITHHELD = "withheld"
+
+
+class Outcome(NamedTuple):
+    """The answer for one event; `reason` is set exactly when it was refused, `detail` never holds a payload."""
+
+    answer: Answer
+    reason: ParkReason | None = None
+    detail: str = ""
+
+
+CONFIRMED = Outcome(Answer.CONFIRMED)
+WITHHELD = Outcome(Answer.WITHHELD)
+
+
+class Publisher(Protocol):
+    """Publishes committed events to one broker.
+
+    Order: events of one (tenant, ordering key) are handed over in the order of the sequence, within a send and
+    across sends; when one of them is not confirmed, later ones of its key are withheld where the broker allows it.
+    """
+
+    def open(self, deadline: float) -> None:
+        """Connect, or raise `Unreachable` (address without password) before `deadline` (monotonic seconds)."""
+        ...
+
+    def send(self, batch: Sequence[Outgoing], deadline: float) -> Future[list[Outcome]]:
+        """One outcome per event, in the order of the batch, at the latest at `deadline` (monotonic seconds).
+
+        Never raises for a broker's refusal and never blocks past the deadline; what has no answer by then is unknown.
+        Several sends may be in flight.
+        """
+        ...
+
+    def close(self, deadline: float) -> None:
+        """Leave the broker; unanswered sends become unknown."""
+        ...

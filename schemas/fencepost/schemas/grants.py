@@ -1,0 +1,110 @@
+"""Who may do what: the privilege matrix of the database contract, and nothing outside it.
+
+Role names carry the installation (roles belong to the whole cluster). They cannot log in: grant them to your logins.
+"""
+
+from __future__ import annotations
+
+from typing import Any, LiteralString
+
+from psycopg import Connection, sql
+
+ROLES: tuple[LiteralString, ...] = (
+    "migrator",
+    "producer",
+    "relay",
+    "consumer",
+    "executor",
+    "projector",
+    "reconciler",
+    "authority_admin",
+    "armer",
+    "maintenance",
+    "reader",
+)
+
+FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
+    "enqueue": ("producer", "consumer", "executor"),
+    "submit": ("producer", "consumer", "executor"),
+    "meaning": ("producer", "relay", "consumer", "executor", "reader"),
+    "digest": ("producer", "relay", "consumer", "executor", "reader"),
+    "armed": ("producer", "relay", "consumer", "executor", "reconciler", "authority_admin", "armer", "maintenance", "reader"),
+    "tip": ("authority_admin", "armer", "reader"),
+    "arm": ("authority_admin", "armer"),
+    "beat": ("armer",),
+    "lease_duty": ("armer", "maintenance"),
+    "tick": ("relay",),
+    "register_destination": ("relay",),
+    "lease_slots": ("relay",),
+    "release_slots": ("relay",),
+    "ack": ("relay",),
+    "retried": ("relay",),
+    "reserve": ("consumer",),
+    "dead_letter": ("consumer",),
+    "register_class": ("executor",),
+    "claim": ("executor",),
+    "renew": ("executor",),
+    "fence": ("executor",),
+    "complete": ("executor",),
+    "fail": ("executor",),
+    "release": ("executor",),
+    "stage": ("executor",),
+    "staged": ("executor",),
+    "begin_effect": ("executor",),
+    "record_effect": ("executor",),
+    "cancel": ("producer", "reconciler"),
+    "requeue": ("reconciler",),
+    "reconcile": ("reconciler",),
+}
+
+TABLES: dict[str, tuple[LiteralString, ...]] = {
+    "outbox": ("relay",),
+    "tick": ("relay", "reader"),
+    "parked": ("relay",),
+    "destination": ("relay", "reader"),
+    "installation": ("relay", "consumer", "executor", "reader"),
+    "slot": ("relay", "reader"),
+    "ack": ("relay", "reader"),
+    "effect": ("reconciler",),
+    "effect_event": ("reconciler",),
+    "decision": ("reconciler", "authority_admin"),
+    "job": ("reconciler",),
+    "authority_log": ("authority_admin",),
+    "migration": ("migrator", "reader"),
+    "status": ("reader", "reconciler", "authority_admin", "maintenance"),
+}
+
+
+def role(install: str, name: str) -> str:
+    """The cluster-wide name of a role of this installation."""
+    return f"fencepost_{install}_{name}"
+
+
+def create_roles(conn: Connection[tuple[Any, ...]], install: str) -> None:
+    """Creates the owner, which cannot log in, and one group role for each row of the matrix; existing ones stay."""
+    for name in ("owner", *ROLES):
+        found = conn.execute("SELECT FROM pg_roles WHERE rolname = %(name)s", {"name": role(install, name)}).fetchone()
+        if found is None:
+            conn.execute(sql.SQL("CREATE ROLE {} NOLOGIN").format(sql.Identifier(role(install, name))))
+    owner = sql.Identifier(role(install, "owner"))
+    conn.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(owner))
+    conn.execute(sql.SQL("GRANT {} TO {}").format(owner, sql.Identifier(role(install, "migrator"))))
+
+
+def apply(conn: Connection[tuple[Any, ...]], install: str) -> None:
+    """Makes the privileges of every role exactly the matrix, in the caller's transaction."""
+    everybody = sql.SQL(", ").join(sql.Identifier(role(install, name)) for name in ROLES)
+    conn.execute(sql.SQL("REVOKE ALL ON ALL TABLES IN SCHEMA fencepost FROM PUBLIC, {}").format(everybody))
+    conn.execute(sql.SQL("REVOKE ALL ON ALL SEQUENCES IN SCHEMA fencepost FROM PUBLIC, {}").format(everybody))
+    conn.execute(sql.SQL("REVOKE ALL ON ALL ROUTINES IN SCHEMA fencepost FROM PUBLIC, {}").format(everybody))
+    conn.execute(sql.SQL("GRANT USAGE ON SCHEMA fencepost TO {}").format(everybody))
+    for name, roles in FUNCTIONS.items():
+        _grant(conn, sql.SQL("EXECUTE ON FUNCTION {}").format(sql.Identifier("fencepost", name)), install, roles)
+    for name, roles in TABLES.items():
+        _grant(conn, sql.SQL("SELECT ON {}").format(sql.Identifier("fencepost", name)), install, roles)
+
+
+def _grant(conn: Connection[tuple[Any, ...]], what: sql.Composed, install: str, roles: tuple[str, ...]) -> None:
+    conn.execute(
+        sql.SQL("GRANT {} TO {}").format(what, sql.SQL(", ").join(sql.Identifier(role(install, r)) for r in roles))
+    )

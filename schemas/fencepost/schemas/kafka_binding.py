@@ -1,0 +1,161 @@
+"""CloudEvents in Kafka, binary mode: an envelope becomes headers ``ce_*``, a key and the unchanged payload.
+
+Pure mapping, no broker client. The key is the JSON array [tenant, ordering key], so that compaction can never
+merge two tenants; the value is never empty, so that no event can become a tombstone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Protocol
+from uuid import UUID
+
+from fencepost.schemas.content import shown_path
+from fencepost.schemas.envelope import CONTENT_TYPE, SPECVERSION, Envelope, from_attributes, instant, wire_type
+from fencepost.schemas.errors import Undecodable
+
+__all__ = ["Encoder", "Header", "decode", "encode", "encoder", "key"]
+
+Header = tuple[str, bytes]
+
+_PREFIX = "ce_"
+_CONTENT_TYPE = "content-type"
+
+
+class Encoder(Protocol):
+    """Plain column values to headers; ``digest`` is the stored 33 bytes, ``reference`` the ``ref:`` binding."""
+
+    def __call__(
+        self,
+        id: UUID | str,
+        type: str,
+        version: int,
+        tenant: str,
+        operation: str,
+        ordering_key: str,
+        epoch: int,
+        digest: bytes,
+        sequence: int,
+        time: datetime,
+        attributes: Mapping[str, str] | None = None,
+        reference: str | None = None,
+    ) -> list[Header]: ...
+
+
+def encoder(source: str) -> Encoder:
+    """A function for many rows of one source; its headers are equal, byte for byte, to those of ``encode``."""
+    first = (_CONTENT_TYPE, CONTENT_TYPE.encode())
+    second = (f"{_PREFIX}specversion", SPECVERSION.encode())
+    third = (f"{_PREFIX}source", source.encode())
+
+    def headers(
+        id: UUID | str,
+        type: str,
+        version: int,
+        tenant: str,
+        operation: str,
+        ordering_key: str,
+        epoch: int,
+        digest: bytes,
+        sequence: int,
+        time: datetime,
+        attributes: Mapping[str, str] | None = None,
+        reference: str | None = None,
+    ) -> list[Header]:
+        found = [
+            first,
+            second,
+            third,
+            ("ce_id", str(id).encode()),
+            ("ce_type", _type(type, version)),
+            ("ce_time", instant(time).encode()),
+            ("ce_partitionkey", ordering_key.encode()),
+            ("ce_sequence", b"%020d" % sequence),
+            ("ce_fptenant", tenant.encode()),
+            ("ce_fpoperation", operation.encode()),
+            ("ce_fpepoch", b"%d" % epoch),
+            ("ce_fpdigest", b"sha256-v1:" + digest[1:].hex().encode()),
+        ]
+        if reference is not None:
+            found.append(("ce_fpbinding", reference.encode()))
+        if attributes:
+            found.extend((_PREFIX + name, attributes[name].encode()) for name in sorted(attributes))
+        return found
+
+    return headers
+
+
+def encode(envelope: Envelope) -> list[Header]:
+    """The headers of ``envelope``, in a fixed order; the value is ``envelope.payload``, the key ``key(...)``."""
+    return _encoder(envelope.source)(
+        envelope.id,
+        envelope.type,
+        envelope.version,
+        envelope.tenant,
+        envelope.operation,
+        envelope.ordering_key,
+        envelope.epoch,
+        envelope.digest.raw,
+        envelope.sequence,
+        envelope.time,
+        envelope.attributes,
+        envelope.reference,
+    )
+
+
+def key(tenant: str, ordering_key: str) -> bytes:
+    """The canonical JSON array [tenant, ordering key]: equal for equal pairs, and for no others."""
+    return f"[{_quoted(tenant)},{_quoted(ordering_key)}]".encode()
+
+
+def decode(
+    headers: Iterable[tuple[str, str | bytes | None]] | None, key: bytes | None, value: bytes | None
+) -> Envelope:
+    """The envelope of a message, or Undecodable naming the attribute; headers of others are left alone.
+
+    A present key must be the one this envelope gets; a message without a key is accepted.
+    """
+    attributes: dict[str, str] = {}
+    content_type: str | None = None
+    for header, raw in headers or ():
+        if header.startswith(_PREFIX):
+            name = header[len(_PREFIX) :]
+            if name in attributes:
+                raise _duplicate(name)
+            attributes[name] = _text(raw, name)
+        elif header.lower() == _CONTENT_TYPE:
+            if content_type is not None:
+                raise _duplicate("datacontenttype")
+            content_type = _text(raw, "datacontenttype")
+    envelope = from_attributes(attributes, content_type, value)
+    if key is not None and key != _key(envelope.tenant, envelope.ordering_key):
+        raise Undecodable("the key is not [tenant, ordering key]", reason="wrong_key", field="key")
+    return envelope
+
+
+def _duplicate(name: str) -> Undecodable:
+    return Undecodable("a header occurs twice", reason="duplicate_attribute", field=shown_path((name,)))
+
+
+def _text(raw: str | bytes | None, name: str) -> str:
+    if raw is None:
+        raise Undecodable("a header has no value", reason="invalid_attribute", field=shown_path((name,)))
+    if isinstance(raw, str):
+        return raw
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise Undecodable("a header is not UTF-8", reason="invalid_attribute", field=shown_path((name,))) from None
+
+
+@lru_cache(maxsize=1024)
+def _type(type: str, version: int) -> bytes:
+    return wire_type(type, version).encode()
+
+
+_encoder: Callable[[str], Encoder] = lru_cache(maxsize=16)(encoder)
+_key = key
+_quoted = json.JSONEncoder(ensure_ascii=False).encode

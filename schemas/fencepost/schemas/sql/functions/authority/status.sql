@@ -1,0 +1,17 @@
+-- What is in every state, by tenant and class or type: count, oldest age and attempts, with typed reasons; no payloads.
+CREATE OR REPLACE VIEW fencepost.status AS
+    SELECT 'job'::text AS axis, j.exec AS state, j.tenant, j.class AS kind, coalesce(j.reason, '') AS reason, count(*) AS count,
+           min(CASE j.exec WHEN 'queued' THEN j.submitted_at ELSE j.changed_at END) AS oldest, max(j.attempts) AS attempts
+    FROM fencepost.job AS j GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'effect', e.state, e.tenant, e.class, coalesce(e.reason, ''), count(*), min(e.changed_at), max(e.begins)
+    FROM fencepost.effect AS e GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'event', 'parked', p.tenant, p.type, p.reason, count(*), min(p.parked_at), max(p.attempts)
+    FROM fencepost.parked AS p GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'delivery', 'dead_letter', coalesce(d.tenant, ''), d.consumer, d.reason, count(*), min(d.created_at), max(d.attempts)
+    FROM fencepost.dead_letter AS d GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'reservation', 'reserved', r.tenant, r.consumer, '', count(*), min(r.reserved_at), 0
+    FROM fencepost.reservation AS r GROUP BY 1, 2, 3, 4, 5;

@@ -1,0 +1,57 @@
+-- Settles an unknown effect by evidence: applied (with a receipt) or not_applied. "Not applied" is refused (ZF034)
+-- before the call can no longer be under way, unless the worker's end is attested or the same provider key is used again.
+-- Locks: gate, job, effect.
+CREATE OR REPLACE FUNCTION fencepost.reconcile(
+    p_tenant text, p_operation text, p_effect_key text, p_version integer, p_verdict text, p_evidence_kind text,
+    p_evidence_ref text, p_receipt text, p_decision_id uuid, p_actor text, p_reason text)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_effect fencepost.effect;
+    v_class text;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    IF p_verdict IS NULL OR p_verdict NOT IN ('applied', 'not_applied') THEN
+        PERFORM fencepost._refuse('ZF003', 'verdict is neither applied nor not_applied', 'verdict', NULL);
+    ELSIF p_evidence_kind IS NULL OR p_evidence_kind NOT IN ('receipt_lookup', 'provider_statement', 'termination_attested', 'operator') THEN
+        PERFORM fencepost._refuse('ZF037', 'evidence_kind is not receipt_lookup, provider_statement, termination_attested or operator',
+            'evidence_kind', NULL);
+    ELSIF p_evidence_ref IS NULL OR p_evidence_ref = '' THEN
+        PERFORM fencepost._refuse('ZF037', 'evidence_ref is empty', 'evidence_ref', 'say where the evidence can be found');
+    ELSIF p_verdict = 'applied' AND (p_receipt IS NULL OR p_receipt = '') THEN
+        PERFORM fencepost._refuse('ZF037', 'applied needs the provider''s receipt', 'receipt', NULL);
+    ELSIF p_decision_id IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'decision_id is null', 'decision_id', 'make a new UUID for every decision');
+    END IF;
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT e.class INTO v_class FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF036', 'there is no such effect', 'effect_key', 'check tenant, operation and effect key');
+    END IF;
+    SELECT j.* INTO STRICT v_job FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
+    SELECT e.* INTO STRICT v_effect FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
+    IF v_effect.state <> 'unknown' THEN
+        PERFORM fencepost._refuse('ZF036', 'the effect is ' || v_effect.state || ', not unknown', 'state',
+            'only an unknown effect is reconciled; a pending one becomes unknown at its deadline');
+    ELSIF v_effect.version IS DISTINCT FROM p_version THEN
+        PERFORM fencepost._refuse('ZF035', 'the effect changed since it was looked at', 'version', 'look again: fencepost effects show');
+    ELSIF p_verdict = 'not_applied' AND v_effect.quiescent_at > clock_timestamp() AND p_evidence_kind <> 'termination_attested'
+          AND v_effect.kind <> 'keyed' THEN
+        PERFORM fencepost._refuse('ZF034', 'the call may still be under way', 'quiescent_at',
+            'decide after ' || to_char(v_effect.quiescent_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC, or attest that the worker ended');
+    END IF;
+    UPDATE fencepost.effect AS e SET state = CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END,
+        receipt = CASE p_verdict WHEN 'applied' THEN p_receipt ELSE NULL END, decision_id = p_decision_id, reason = NULL,
+        version = e.version + 1, changed_at = clock_timestamp()
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, 'unknown', p_reason);
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict, evidence_kind, evidence_ref)
+    VALUES (p_decision_id, 'reconcile', p_actor, p_reason, p_tenant, p_operation, p_effect_key, p_verdict, p_evidence_kind, p_evidence_ref);
+    PERFORM fencepost._settle(v_job, CASE p_verdict WHEN 'applied' THEN 1 ELSE 0 END);
+    RETURN CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END;
+END $$;

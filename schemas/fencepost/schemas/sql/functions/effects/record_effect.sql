@@ -1,0 +1,116 @@
+-- A pending effect whose worker is gone or whose deadline passed: nobody knows. The job row is locked by the caller.
+CREATE OR REPLACE FUNCTION fencepost._forget(p_tenant text, p_operation text, p_effect_key text, p_reason text)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    UPDATE fencepost.effect AS e SET state = 'unknown', reason = p_reason, version = e.version + 1, changed_at = clock_timestamp()
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key AND e.state = 'pending';
+    IF FOUND THEN
+        PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, 'pending', p_reason);
+    END IF;
+END $$;
+
+-- Pending effects of jobs that no longer run turn unknown at their own deadline (a cancelled job's, for one).
+CREATE OR REPLACE FUNCTION fencepost._expire_effects(p_classes text[], p_limit integer)
+RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    v_key record;
+    v_count integer := 0;
+BEGIN
+    FOR v_key IN
+        SELECT e.tenant, e.operation, e.class, e.effect_key
+        FROM fencepost.effect AS e
+        JOIN fencepost.job AS j ON j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class
+        WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp())
+          AND j.exec <> 'running'
+        ORDER BY e.tenant, e.operation, e.effect_key LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
+    LOOP
+        IF EXISTS (SELECT FROM fencepost.job AS j
+                   WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class
+                     AND j.exec <> 'running') THEN
+            PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
+            v_count := v_count + 1;
+        END IF;
+    END LOOP;
+    RETURN v_count;
+END $$;
+
+-- Settles what an open effect was to its job: one less open, one more applied, and a blocked job runs again.
+CREATE OR REPLACE FUNCTION fencepost._settle(p_job fencepost.job, p_applied integer)
+RETURNS void LANGUAGE sql AS $$
+    UPDATE fencepost.job AS j SET
+        open_effects = j.open_effects - CASE j.exec WHEN 'done' THEN 0 ELSE 1 END,
+        applied_effects = j.applied_effects + p_applied,
+        exec = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN 'queued' ELSE j.exec END,
+        run_at = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN clock_timestamp() ELSE j.run_at END,
+        reason = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN 'effect_settled' ELSE j.reason END,
+        changed_at = clock_timestamp()
+    WHERE j.tenant = p_job.tenant AND j.operation = p_job.operation AND j.class = p_job.class
+$$;
+
+-- Records what became of an effect. Needs the effect attempt, not the lease: late evidence is welcome, late authority is
+-- not. Only success (with a receipt) and failed_before_dispatch are definite; unknown takes the job away from its attempt.
+-- Locks: gate, job, effect.
+CREATE OR REPLACE FUNCTION fencepost.record_effect(
+    p_tenant text, p_operation text, p_effect_key text, p_effect_attempt uuid, p_outcome text, p_receipt text,
+    p_result bytea, p_reason text)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_effect fencepost.effect;
+    v_class text;
+BEGIN
+    IF p_outcome IS NULL OR p_outcome NOT IN ('success', 'failed_before_dispatch', 'unknown') THEN
+        PERFORM fencepost._refuse('ZF003', 'outcome is not success, failed_before_dispatch or unknown', 'outcome', NULL);
+    ELSIF p_outcome = 'success' AND (p_receipt IS NULL OR length(p_receipt) NOT BETWEEN 1 AND 2000) THEN
+        PERFORM fencepost._refuse('ZF037', 'success needs the provider''s receipt', 'receipt', 'without one the effect is unknown');
+    ELSIF octet_length(p_result) > 1048576 THEN
+        PERFORM fencepost._refuse('ZF003', 'result is larger than 1 MiB', 'result', 'keep a reference');
+    END IF;
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT e.class INTO v_class FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF033', 'no such effect was begun', 'effect_key', 'begin before the dispatch');
+    END IF;
+    SELECT j.* INTO STRICT v_job FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
+    SELECT e.* INTO STRICT v_effect FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
+    IF v_effect.effect_attempt IS DISTINCT FROM p_effect_attempt THEN
+        PERFORM fencepost._refuse('ZF033', 'the effect was begun again by another attempt', 'effect_attempt',
+            'give the receipt to an operator: fencepost effects reconcile');
+    END IF;
+
+    IF p_outcome = 'success' AND v_effect.state IN ('success', 'resolved_applied') THEN
+        RETURN v_effect.state;
+    ELSIF p_outcome = 'success' AND v_effect.state = 'resolved_not_applied' THEN
+        -- The receipt contradicts the decision: kept as evidence, and the job stops until somebody has looked.
+        UPDATE fencepost.effect AS e SET contradicted = true, state = 'unknown', reason = 'contradicted', version = e.version + 1,
+            receipt = p_receipt, result = p_result, decision_id = NULL, changed_at = clock_timestamp()
+        WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+        PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, 'contradicted');
+        UPDATE fencepost.job AS j SET open_effects = CASE WHEN j.exec = 'done' THEN 0 ELSE j.open_effects + 1 END,
+            exec = CASE WHEN j.exec IN ('queued', 'running', 'poison') THEN 'blocked' ELSE j.exec END,
+            generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
+            reason = 'effect_contradicted', changed_at = clock_timestamp()
+        WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class;
+        RETURN 'unknown';
+    ELSIF v_effect.state NOT IN ('pending', 'unknown') OR p_outcome = 'unknown' AND v_effect.state = 'unknown' THEN
+        PERFORM fencepost._refuse('ZF033', 'the effect is already ' || v_effect.state, 'effect_key', 'nothing is left to record');
+    END IF;
+
+    UPDATE fencepost.effect AS e SET state = p_outcome, receipt = CASE p_outcome WHEN 'success' THEN p_receipt ELSE e.receipt END,
+        result = CASE p_outcome WHEN 'success' THEN p_result ELSE e.result END, reason = left(p_reason, 500),
+        version = e.version + 1, changed_at = clock_timestamp()
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, left(p_reason, 500));
+    IF p_outcome = 'unknown' THEN
+        IF v_job.exec = 'running' AND v_job.attempt = v_effect.begun_by THEN
+            PERFORM fencepost._leave(v_job, 'effect_unknown', left(coalesce(p_reason, ''), 500), interval '0');
+        END IF;
+    ELSE
+        PERFORM fencepost._settle(v_job, CASE p_outcome WHEN 'success' THEN 1 ELSE 0 END);
+    END IF;
+    RETURN p_outcome;
+END $$;

@@ -1,0 +1,59 @@
+-- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
+-- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
+-- both meanings, not handled). Concurrent copies wait for the first transaction; bound it with lock_timeout.
+CREATE OR REPLACE FUNCTION fencepost.reserve(
+    p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
+    p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
+    OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_meaning bytea;
+    v_delivery record;
+    v_reserved record;
+BEGIN
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    PERFORM fencepost._require_identity('operation', p_operation);
+    PERFORM fencepost._require_identity('type', p_type);
+    PERFORM fencepost._require_binding(p_binding);
+    IF p_coordinates IS NULL OR p_coordinates = '' THEN
+        PERFORM fencepost._refuse('ZF003', 'coordinates are empty', 'coordinates', 'name broker, place and message');
+    END IF;
+    v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
+    other_epoch := false;
+
+    INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
+    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type, v_meaning, p_event_id)
+    ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
+    RETURNING d.* INTO v_delivery;
+    arrivals := v_delivery.arrivals;
+    IF (v_delivery.tenant, v_delivery.operation, v_delivery.type, v_delivery.meaning)
+       IS DISTINCT FROM (p_tenant, p_operation, p_type, v_meaning) THEN
+        outcome := 'conflict';
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
+            'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
+            p_event_id, v_delivery.meaning, v_meaning, 1, p_headers, p_payload);
+        RETURN;
+    END IF;
+
+    INSERT INTO fencepost.reservation (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
+    VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
+    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
+    IF FOUND THEN
+        outcome := 'reserved';
+        RETURN;
+    END IF;
+    SELECT r.meaning, r.epoch INTO v_reserved FROM fencepost.reservation AS r
+    WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+    IF NOT FOUND THEN
+        RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
+    ELSIF v_reserved.meaning = v_meaning THEN
+        outcome := 'duplicate';
+        other_epoch := v_reserved.epoch <> p_epoch;
+    ELSE
+        outcome := 'conflict';
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'conflict', 'operation',
+            'the operation was already handled with another meaning', p_tenant, p_operation, p_type, p_version,
+            p_event_id, v_reserved.meaning, v_meaning, 1, p_headers, p_payload);
+    END IF;
+END $$;

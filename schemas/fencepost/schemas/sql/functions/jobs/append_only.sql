@@ -1,0 +1,29 @@
+-- History stays: these tables take inserts only, from anybody.
+CREATE OR REPLACE FUNCTION fencepost._append_only()
+RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._refuse('ZF003', TG_TABLE_NAME || ' is append-only', TG_TABLE_NAME, 'history is never changed');
+    RETURN NULL;
+END $$;
+
+-- Invariant: a generation never decreases; a lower one would give an old fence its authority back.
+CREATE OR REPLACE FUNCTION fencepost._generation_guard()
+RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._refuse('ZF020', 'a generation never decreases', 'generation', NULL);
+    RETURN NULL;
+END $$;
+
+DO $$
+DECLARE
+    v_table text;
+BEGIN
+    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event'] LOOP
+        EXECUTE format('CREATE OR REPLACE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
+                       'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
+    END LOOP;
+    CREATE OR REPLACE TRIGGER generation_guard BEFORE UPDATE ON fencepost.job
+    FOR EACH ROW WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard();
+    CREATE OR REPLACE TRIGGER generation_guard BEFORE UPDATE ON fencepost.slot
+    FOR EACH ROW WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard();
+END $$;

@@ -1,0 +1,144 @@
+-- Scheduling, publication and effects. Three axes that are never one status: execution, effect, authority.
+
+CREATE TABLE fencepost.job_class (
+    class              text PRIMARY KEY,
+    policy             text NOT NULL CHECK (policy IN ('strict', 'resumable')),
+    lease              interval NOT NULL CHECK (lease > interval '0'),
+    max_attempts       integer NOT NULL CHECK (max_attempts >= 1),
+    max_finishes       integer NOT NULL CHECK (max_finishes >= 1),
+    backoff_base       interval NOT NULL CHECK (backoff_base >= interval '0'),
+    backoff_max        interval NOT NULL CHECK (backoff_max >= backoff_base),
+    max_effect_timeout interval NOT NULL CHECK (max_effect_timeout > interval '0'),
+    network_bound      interval NOT NULL CHECK (network_bound >= interval '0'),
+    registered_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- Invariant: generation never decreases; running exactly when attempt, owner and lease_until are all set.
+CREATE TABLE fencepost.job (
+    tenant          text NOT NULL,
+    operation       text NOT NULL,
+    class           text NOT NULL,
+    args            bytea NOT NULL,
+    meaning         bytea NOT NULL CHECK (octet_length(meaning) = 33),
+    digest          bytea NOT NULL CHECK (octet_length(digest) = 33),
+    accepted_epoch  bigint NOT NULL,
+    epoch           bigint NOT NULL,
+    source_event    uuid,
+    priority        integer NOT NULL DEFAULT 0,
+    run_at          timestamptz NOT NULL,
+    exec            text NOT NULL DEFAULT 'queued'
+                    CHECK (exec IN ('queued', 'running', 'done', 'cancelled', 'poison', 'blocked')),
+    mode            text NOT NULL DEFAULT 'execute' CHECK (mode IN ('execute', 'finish')),
+    generation      bigint NOT NULL DEFAULT 0 CHECK (generation >= 0),
+    attempts        integer NOT NULL DEFAULT 0 CHECK (attempts >= 0),
+    finishes        integer NOT NULL DEFAULT 0 CHECK (finishes >= 0),
+    attempt         uuid,
+    owner           text,
+    lease_until     timestamptz,
+    done_attempt    uuid,
+    open_effects    integer NOT NULL DEFAULT 0 CHECK (open_effects >= 0),
+    applied_effects integer NOT NULL DEFAULT 0 CHECK (applied_effects >= 0),
+    reason          text,
+    detail          text NOT NULL DEFAULT '',
+    submitted_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    changed_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class),
+    CHECK ((exec = 'running') = (attempt IS NOT NULL)),
+    CHECK ((exec = 'running') = (owner IS NOT NULL)),
+    CHECK ((exec = 'running') = (lease_until IS NOT NULL)),
+    CHECK ((exec = 'done') = (done_attempt IS NOT NULL)),
+    CHECK (exec <> 'done' OR open_effects = 0)
+) WITH (fillfactor = 70);
+CREATE INDEX job_queued ON fencepost.job (class, priority DESC, run_at) WHERE exec = 'queued';
+CREATE INDEX job_running ON fencepost.job (class) WHERE exec = 'running';
+CREATE INDEX job_blocked ON fencepost.job (class) WHERE exec = 'blocked';
+
+-- Every claim that ever was: which attempt, of which owner, in which mode.
+CREATE TABLE fencepost.attempt (
+    tenant     text NOT NULL,
+    attempt    uuid NOT NULL,
+    operation  text NOT NULL,
+    class      text NOT NULL,
+    generation bigint NOT NULL,
+    owner      text NOT NULL,
+    epoch      bigint NOT NULL,
+    mode       text NOT NULL,
+    claimed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, attempt),
+    FOREIGN KEY (tenant, operation, class) REFERENCES fencepost.job ON DELETE RESTRICT
+);
+
+-- Immutable candidates: what an attempt computed, for its successor to publish under its own fence.
+CREATE TABLE fencepost.staged (
+    tenant     text NOT NULL,
+    operation  text NOT NULL,
+    class      text NOT NULL,
+    attempt    uuid NOT NULL,
+    n          bigint GENERATED ALWAYS AS IDENTITY,
+    result     bytea NOT NULL,
+    staged_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class, attempt),
+    FOREIGN KEY (tenant, attempt) REFERENCES fencepost.attempt ON DELETE RESTRICT
+);
+
+-- Audit of every fenced transaction, and the row whose deferred trigger checks the fence once more at commit.
+CREATE TABLE fencepost.publication (
+    id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    tenant      text NOT NULL,
+    operation   text NOT NULL,
+    class       text NOT NULL,
+    generation  bigint NOT NULL,
+    attempt     uuid NOT NULL,
+    owner       text NOT NULL,
+    epoch       bigint NOT NULL,
+    lease_until timestamptz NOT NULL,
+    xid         xid8 NOT NULL DEFAULT pg_current_xact_id(),
+    at          timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX publication_job ON fencepost.publication (tenant, operation, class);
+
+CREATE TABLE fencepost.effect (
+    tenant            text NOT NULL,
+    operation         text NOT NULL,
+    effect_key        text NOT NULL,
+    class             text NOT NULL,
+    kind              text NOT NULL CHECK (kind IN ('keyed', 'lookup', 'opaque')),
+    state             text NOT NULL CHECK (state IN ('pending', 'success', 'failed_before_dispatch', 'unknown',
+                        'resolved_applied', 'resolved_not_applied')),
+    effect_attempt    uuid,
+    begun_by          uuid NOT NULL,
+    request_digest    bytea NOT NULL CHECK (octet_length(request_digest) = 32),
+    dispatch_deadline timestamptz NOT NULL,
+    quiescent_at      timestamptz NOT NULL,
+    receipt           text,
+    result            bytea,
+    decision_id       uuid,
+    contradicted      boolean NOT NULL DEFAULT false,
+    reason            text,
+    assignee          text NOT NULL DEFAULT 'operator',
+    version           integer NOT NULL DEFAULT 1,
+    begins            integer NOT NULL DEFAULT 1,
+    begun_at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    changed_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, effect_key),
+    FOREIGN KEY (tenant, operation, class) REFERENCES fencepost.job ON DELETE RESTRICT,
+    CHECK (state NOT IN ('success', 'resolved_applied') OR receipt IS NOT NULL),
+    CHECK (state NOT IN ('resolved_applied', 'resolved_not_applied') OR decision_id IS NOT NULL)
+);
+CREATE INDEX effect_open ON fencepost.effect (state, changed_at) WHERE state IN ('pending', 'unknown');
+
+CREATE TABLE fencepost.effect_event (
+    id             bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    tenant         text NOT NULL,
+    operation      text NOT NULL,
+    effect_key     text NOT NULL,
+    effect_attempt uuid,
+    was            text,
+    became         text NOT NULL,
+    receipt        text,
+    reason         text,
+    version        integer NOT NULL,
+    login          text NOT NULL DEFAULT session_user,
+    at             timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, effect_key);
