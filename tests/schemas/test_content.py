@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import rfc8785
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fencepost.schemas import content
 from fencepost.schemas.content import (
     as_binding,
@@ -19,8 +22,6 @@ from fencepost.schemas.content import (
     reference_binding,
 )
 from fencepost.schemas.errors import InvalidInput, Undecodable
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 LEAF = st.none() | st.booleans() | st.integers(-content.INTEGER_MAX, content.INTEGER_MAX) | TEXT

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+
 from fencepost.schemas.content import binding, reference_binding
 from fencepost.schemas.digest import digest, meaning
 from fencepost.schemas.envelope import (

@@ -7,6 +7,8 @@ import pickle
 
 import psycopg
 import pytest
+from psycopg.pq import DiagnosticField
+
 from fencepost.schemas import errors
 from fencepost.schemas.errors import (
     Damaged,
@@ -20,7 +22,7 @@ from fencepost.schemas.errors import (
     Unreachable,
     Unresolved,
 )
-from psycopg.pq import DiagnosticField
+from support.database import Database
 
 CODES = {
     "ZF001": "NotArmed",
@@ -141,3 +143,29 @@ def test_a_server_error_without_column_or_hint_is_still_complete() -> None:
     error = InvalidInput("plain\nCONTEXT: x", info={DiagnosticField.MESSAGE_PRIMARY: b"plain"})
 
     assert (error.message, error.field, error.hint) == ("plain", None, None)
+
+
+RAISE = """
+create function pg_temp.refuse(code text, secret text) returns void language plpgsql as $$
+begin
+    raise exception 'no longer yours' using errcode = code, column = 'generation', hint = 'stop';
+end $$
+"""
+
+
+def test_the_server_raises_each_class_with_field_and_hint_and_without_parameters(empty_database: Database) -> None:
+    with empty_database.connect(autocommit=True) as conn:
+        conn.execute(RAISE)
+        conn.execute("set log_parameter_max_length_on_error = -1")
+        with pytest.raises(psycopg.errors.DivisionByZero) as control:
+            conn.execute("select 1 / (%s::text = 'x')::int", ["hunter2"])
+        assert "hunter2" in str(control.value)
+
+        for code, name in CODES.items():
+            with pytest.raises(FromDatabase) as caught:
+                conn.execute("select pg_temp.refuse(%s, %s)", [code, "hunter2"])
+            error = pickle.loads(pickle.dumps(caught.value))
+            assert type(error) is type(caught.value) is getattr(errors, name)
+            assert (error.message, error.field, error.hint) == ("no longer yours", "generation", "stop")
+            assert "hunter2" not in str(caught.value) + repr(caught.value) + repr(caught.value.args)
+            assert b"hunter2" not in pickle.dumps(caught.value)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import (
     as_class,
@@ -20,8 +23,6 @@ from fencepost.schemas.identity import (
     as_version,
     uuid7,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 Check = Callable[[Any], object]
 IDENTITIES: dict[str, Check] = {

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from stack import guard, ownership, places
+from stack import guard, kafka, ownership, places
+from stack.mockkafka import MockKafka
 from stack.postgres import MAJORS, PostgresServer, Stop
 from stack.process import Process, StartFailed, Unavailable
 from support.processes import Child, wait_for
@@ -25,10 +26,11 @@ def own_server() -> Iterator[PostgresServer]:
     """A server that this module alone may stop and pause."""
     try:
         server = PostgresServer(MAJORS[0])
+        server.start()
     except Unavailable as error:
         missing(str(error))
-    with server:
-        yield server
+    yield server
+    server.close()
 
 
 def test_a_server_keeps_its_data_and_address_through_every_kind_of_stop(own_server: PostgresServer) -> None:
@@ -206,3 +208,12 @@ def _listening(pid: int) -> set[str]:
 def _loopback(address: str) -> bool:
     # 127.0.0.1, ::1 and ::ffff:127.0.0.1 as the kernel prints them on a little-endian machine.
     return address in ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+
+
+def test_the_embedded_broker_answers_until_its_owner_lets_go() -> None:
+    with MockKafka() as cluster:
+        assert kafka.answers(cluster.bootstrap)
+        address, pid = cluster.bootstrap, cluster.pid
+
+    assert guard.born(pid) is None
+    assert not places.listens(int(address.rpartition(":")[2]))

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
 
-import psycopg
 from psycopg import Connection
 
 from fencepost.schemas.connect import connect
-from fencepost.schemas.errors import WitnessMismatch
+from fencepost.schemas.errors import FencepostError
 from fencepost.schemas.witness import FileWitness, Mark, Record
 
 TIP = "SELECT installation, seq, nonce, system_identifier, timeline, armed FROM fencepost.tip()"
@@ -119,7 +118,7 @@ def _settled(record: Record, tip: Tip) -> Record:
     return Record(record.installation, record.system_identifier, record.timeline, record.head)
 
 
-def explain(error: psycopg.Error | WitnessMismatch) -> str:
+def explain(error: FencepostError) -> str:
     """One line for people: what is disarmed and why."""
     return f"disarmed, nothing is published, claimed or dispatched: {error}"
 

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeAlias, TypeVar, Union, cast, get_args, get_origin
+from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
@@ -40,6 +41,8 @@ class Arrival(Protocol):
     """The parts of an envelope that an event is made from."""
 
     @property
+    def id(self) -> UUID: ...
+    @property
     def type(self) -> str: ...
     @property
     def version(self) -> int: ...
@@ -60,6 +63,9 @@ class Event(BaseModel):
     The constructor raises InvalidInput naming the field, never quoting a value.
     A nullable field needs the default None, because None is written as absence.
     """
+
+    # Not a field: it belongs to the arrival, so a copy does not have it and equality does not see it.
+    __slots__ = ("_arrived_as",)
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -124,6 +130,12 @@ class Event(BaseModel):
             object.__setattr__(self, "ordering_key", self.operation)
         return self
 
+    @property
+    def event_id(self) -> UUID | None:
+        """The id under which this event arrived; None for one that was made here, or copied."""
+        found: UUID | None = getattr(self, "_arrived_as", None)
+        return found
+
     def payload(self, *, limit: int = content.PAYLOAD_BYTES_MAX) -> bytes:
         """The content as compact UTF-8 JSON of the restricted profile: equal events give equal bytes.
 
@@ -172,12 +184,14 @@ class Event(BaseModel):
         }
         try:
             # As JSON, because strict fields accept a date or a Decimal from a JSON string only.
-            return cls.model_validate_json(json.dumps(known))
+            event = cls.model_validate_json(json.dumps(known))
         except ValidationError as error:
             where, what = _first(error)
             raise Undecodable(f"{where} is not valid ({what})", reason="invalid_content", field=where) from None
         except InvalidInput as error:
             raise Undecodable(error.message, reason="invalid_content", field=error.field) from None
+        object.__setattr__(event, "_arrived_as", envelope.id)
+        return event
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
@@ -186,7 +200,7 @@ class Event(BaseModel):
 
 
 _ENVELOPE_FIELDS = frozenset({"tenant", "operation", "ordering_key"})
-_OWN_NAMES = frozenset({"payload", "parse", "event_type", "event_version", content.PRIVATE_MEMBER})
+_OWN_NAMES = frozenset({"payload", "parse", "event_id", "event_type", "event_version", content.PRIVATE_MEMBER})
 
 
 class Registry:

@@ -80,9 +80,7 @@ def functions() -> list[Migration]:
     return _files("functions")
 
 
-def apply(
-    dsn: str, *, state: Path, single_role: bool | None = None, install: str = "main", slots: int = 16
-) -> Report:
+def apply(dsn: str, *, state: Path, single_role: bool | None = None, install: str = "main", slots: int = 16) -> Report:
     """Brings the database to this version of the contract and arms a new installation; safe to run again and twice at once.
 
     `state` is the folder of the file witness, `slots` the number of ordered shares of the outbox (fixed for life),
@@ -157,7 +155,9 @@ def _require_server(conn: Connection[tuple[Any, ...]]) -> None:
         )
     row = conn.execute("SELECT current_setting('server_encoding')").fetchone()
     if row is None or row[0] != "UTF8":
-        raise ConfigError("the database's encoding is not UTF8", field="database", hint="CREATE DATABASE ... ENCODING 'UTF8'")
+        raise ConfigError(
+            "the database's encoding is not UTF8", field="database", hint="CREATE DATABASE ... ENCODING 'UTF8'"
+        )
 
 
 def _schema(conn: Connection[tuple[Any, ...]], single_role: bool, install: str) -> tuple[bool, bool, str]:

@@ -6,7 +6,7 @@
 CREATE OR REPLACE FUNCTION fencepost.begin_effect(
     p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint,
     p_effect_key text, p_kind text, p_effect_attempt uuid, p_request_digest bytea, p_timeout interval,
-    OUT outcome text, OUT timeout_ms bigint, OUT lease_ms bigint, OUT receipt text, OUT result bytea)
+    OUT outcome text, OUT timeout_ms bigint, OUT lease_ms bigint, OUT receipt text, OUT result bytea, OUT version integer)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_job fencepost.job;
@@ -39,6 +39,7 @@ BEGIN
             outcome := 'recorded';
             receipt := v_effect.receipt;
             result := v_effect.result;
+            version := v_effect.version;
             RETURN;
         ELSIF v_effect.state IN ('pending', 'unknown') THEN
             PERFORM fencepost._refuse('ZF030', 'the effect is ' || v_effect.state, 'effect_key', 'record its outcome or reconcile it');
@@ -66,7 +67,14 @@ BEGIN
     ON CONFLICT (tenant, operation, effect_key) DO UPDATE SET state = 'pending', kind = p_kind, effect_attempt = p_effect_attempt,
         begun_by = p_attempt, dispatch_deadline = v_now + p_timeout, quiescent_at = v_now + p_timeout + v_class.network_bound,
         decision_id = NULL, receipt = NULL, result = NULL, reason = NULL, version = e.version + 1, begins = e.begins + 1,
-        begun_at = v_now, changed_at = v_now;
+        begun_at = v_now, changed_at = v_now
+    -- Invariant: a job of another class may have begun this key since it was looked at; only these may begin again.
+    WHERE e.state IN ('failed_before_dispatch', 'resolved_not_applied') AND e.class = p_class AND e.request_digest = p_request_digest
+    RETURNING e.version INTO version;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF030', 'the effect was begun by a job of another class meanwhile', 'effect_key',
+            'its receipt can be read once it is recorded');
+    END IF;
     PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, NULL);
     UPDATE fencepost.job AS j SET open_effects = j.open_effects + 1,
         lease_until = greatest(j.lease_until, v_now + p_timeout + v_class.lease)

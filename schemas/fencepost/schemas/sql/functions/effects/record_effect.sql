@@ -49,6 +49,7 @@ $$;
 
 -- Records what became of an effect. Needs the effect attempt, not the lease: late evidence is welcome, late authority is
 -- not. Only success (with a receipt) and failed_before_dispatch are definite; unknown takes the job away from its attempt.
+-- Returns the state of the effect, or superseded: the receipt of an earlier begin was kept as evidence, and only that.
 -- Locks: gate, job, effect.
 CREATE OR REPLACE FUNCTION fencepost.record_effect(
     p_tenant text, p_operation text, p_effect_key text, p_effect_attempt uuid, p_outcome text, p_receipt text,
@@ -77,7 +78,18 @@ BEGIN
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
     SELECT e.* INTO STRICT v_effect FROM fencepost.effect AS e
     WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
-    IF v_effect.effect_attempt IS DISTINCT FROM p_effect_attempt THEN
+    IF v_effect.effect_attempt IS DISTINCT FROM p_effect_attempt AND p_outcome = 'success' AND EXISTS (
+        SELECT FROM fencepost.effect_event AS v
+        WHERE v.tenant = p_tenant AND v.operation = p_operation AND v.effect_key = p_effect_key
+          AND v.effect_attempt = p_effect_attempt) THEN
+        -- A receipt of an earlier begin, after a later one: kept as evidence, flagged, and no state changes by it.
+        INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, receipt, reason, version)
+        VALUES (p_tenant, p_operation, p_effect_key, p_effect_attempt, v_effect.state, v_effect.state, p_receipt,
+            'late_receipt_of_earlier_attempt', v_effect.version);
+        UPDATE fencepost.effect AS e SET contradicted = true
+        WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key AND NOT e.contradicted;
+        RETURN 'superseded';
+    ELSIF v_effect.effect_attempt IS DISTINCT FROM p_effect_attempt THEN
         PERFORM fencepost._refuse('ZF033', 'the effect was begun again by another attempt', 'effect_attempt',
             'give the receipt to an operator: fencepost effects reconcile');
     END IF;
@@ -95,6 +107,8 @@ BEGIN
             generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
             reason = 'effect_contradicted', changed_at = clock_timestamp()
         WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class;
+        RETURN 'unknown';
+    ELSIF p_outcome = 'success' AND v_effect.state = 'unknown' AND v_effect.reason = 'contradicted' THEN
         RETURN 'unknown';
     ELSIF v_effect.state NOT IN ('pending', 'unknown') OR p_outcome = 'unknown' AND v_effect.state = 'unknown' THEN
         PERFORM fencepost._refuse('ZF033', 'the effect is already ' || v_effect.state, 'effect_key', 'nothing is left to record');

@@ -51,7 +51,9 @@ BEGIN
     END IF;
     UPDATE fencepost.job AS j SET exec = v_exec, generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
         run_at = CASE v_exec WHEN 'queued' THEN clock_timestamp() + p_delay ELSE j.run_at END,
-        reason = v_reason, detail = CASE WHEN v_reason = p_reason THEN p_detail ELSE p_reason END, changed_at = clock_timestamp()
+        reason = v_reason,
+        detail = CASE WHEN v_reason = p_reason THEN p_detail ELSE left(concat_ws(': ', p_reason, nullif(p_detail, '')), 500) END,
+        changed_at = clock_timestamp()
     WHERE j.tenant = p_job.tenant AND j.operation = p_job.operation AND j.class = p_job.class;
     RETURN v_exec;
 END $$;
@@ -66,6 +68,10 @@ BEGIN
     PERFORM fencepost._require_identity('owner', p_owner);
     IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
         PERFORM fencepost._refuse('ZF003', 'limit is not between 1 and 1000', 'limit', NULL);
+    ELSIF p_classes IS NULL OR EXISTS (
+        SELECT FROM unnest(p_classes) AS u (class)
+        WHERE NOT EXISTS (SELECT FROM fencepost.job_class AS k WHERE k.class = u.class)) THEN
+        PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
     PERFORM fencepost._reap(p_classes, 100);
@@ -98,10 +104,11 @@ BEGIN
     FROM claimed AS d ORDER BY d.priority DESC, d.run_at;
 END $$;
 
--- Extends the lease of the current attempt by the class's lease, counted from now; nobody else's.
+-- Extends the lease of the current attempt by the class's lease, counted from now; nobody else's. Waits half a second at
+-- most for the job row (55P03): one long publish must not keep a worker from renewing its other leases.
 CREATE OR REPLACE FUNCTION fencepost.renew(
     p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint)
-RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '500ms' AS $$
 BEGIN
     PERFORM fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
     UPDATE fencepost.job AS j SET lease_until = greatest(j.lease_until, clock_timestamp() + c.lease)

@@ -13,6 +13,13 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'max_attempts is not between 1 and 1000', 'max_attempts', NULL);
     ELSIF p_max_effect_timeout IS NULL OR p_max_effect_timeout NOT BETWEEN interval '0.05 second' AND interval '1 day' THEN
         PERFORM fencepost._refuse('ZF003', 'max_effect_timeout is not between 0.05 seconds and a day', 'max_effect_timeout', NULL);
+    ELSIF p_max_finishes IS NULL OR p_max_finishes NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'max_finishes is not between 1 and 1000', 'max_finishes', NULL);
+    ELSIF p_backoff_base IS NULL OR p_backoff_max IS NULL OR p_backoff_base < interval '0' OR p_backoff_max < p_backoff_base
+          OR p_backoff_max > interval '30 days' THEN
+        PERFORM fencepost._refuse('ZF003', 'backoff is not 0 <= base <= max <= 30 days', 'backoff', NULL);
+    ELSIF p_network_bound IS NULL OR p_network_bound NOT BETWEEN interval '0' AND interval '1 day' THEN
+        PERFORM fencepost._refuse('ZF003', 'network_bound is not between 0 and a day', 'network_bound', NULL);
     END IF;
     INSERT INTO fencepost.job_class AS c (class, policy, lease, max_attempts, max_finishes, backoff_base, backoff_max,
         max_effect_timeout, network_bound)

@@ -24,10 +24,12 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'type is not dotted lower-case words of at most 120 characters', 'type', 'example: report.accepted');
     ELSIF p_version IS NULL OR p_version NOT BETWEEN 1 AND 32767 THEN
         PERFORM fencepost._refuse('ZF003', 'version is not between 1 and 32767', 'version', NULL);
-    ELSIF p_content_type IS NULL OR p_content_type !~ '^[\u0021-\u007e][\u0020-\u007e]{0,199}$' THEN
-        PERFORM fencepost._refuse('ZF003', 'content_type is empty, too long or not printable ASCII', 'content_type', 'example: application/json');
-    ELSIF p_payload IS NULL OR octet_length(p_payload) NOT BETWEEN 1 AND 16777216 THEN
-        PERFORM fencepost._refuse('ZF003', 'payload is empty or larger than 16 MiB', 'payload', 'store it elsewhere and send a reference');
+    ELSIF p_type ~ '\.v[0-9]+$' THEN
+        PERFORM fencepost._refuse('ZF003', 'type ends in a version', 'type', 'the version is an argument of its own');
+    ELSIF p_content_type IS DISTINCT FROM 'application/json' THEN
+        PERFORM fencepost._refuse('ZF003', 'content_type is not application/json', 'content_type', 'other content travels by reference');
+    ELSIF p_payload IS NULL OR octet_length(p_payload) NOT BETWEEN 1 AND 1048576 THEN
+        PERFORM fencepost._refuse('ZF003', 'payload is empty or larger than 1 MiB', 'payload', 'store it elsewhere and send a reference');
     END IF;
 
     -- Invariant: the transaction id is assigned before the sequence is drawn; ticks rely on it.

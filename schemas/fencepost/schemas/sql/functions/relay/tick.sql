@@ -3,7 +3,7 @@
 CREATE OR REPLACE FUNCTION fencepost.tick(
     p_min_interval interval DEFAULT '0',
     OUT era integer, OUT n bigint, OUT fresh boolean)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 DECLARE
     v_tick fencepost.tick;
     v_snap pg_snapshot;

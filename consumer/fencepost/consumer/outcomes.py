@@ -1,0 +1,72 @@
+"""What became of a delivery: a closed list, each with its own consequence for the acknowledgement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from uuid import UUID
+
+from fencepost.schemas.errors import NotDispatched
+
+__all__ = ["Busy", "Handled", "Outcome", "Reservation", "Reserved"]
+
+
+class Outcome(StrEnum):
+    """Every member is committed, so every member may be acknowledged.
+
+    handled: the handler ran and its changes were committed with the reservation.
+    duplicate: the operation was handled before with this meaning; nothing ran.
+    conflict: the operation, or the delivery, was seen before with another meaning; kept as a dead letter, nothing ran.
+    undecodable: it cannot be read; kept as a dead letter, nothing ran.
+    handler_failed: the handler failed as often as allowed; kept as a dead letter, nothing of it was committed.
+    """
+
+    HANDLED = "handled"
+    DUPLICATE = "duplicate"
+    CONFLICT = "conflict"
+    UNDECODABLE = "undecodable"
+    HANDLER_FAILED = "handler_failed"
+
+
+class Reserved(StrEnum):
+    """The answer of the database to a reservation; only ``reserved`` may be handled."""
+
+    RESERVED = "reserved"
+    DUPLICATE = "duplicate"
+    CONFLICT = "conflict"
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The answer to one reservation, true once the caller's transaction commits.
+
+    ``arrivals`` counts the committed arrivals of this delivery, with this one. ``other_epoch``: a duplicate that was
+    accepted under another authority epoch. ``transaction`` is the id of the reserving transaction.
+    """
+
+    outcome: Reserved
+    arrivals: int
+    other_epoch: bool
+    transaction: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """What became of one delivery, committed. Ids and typed reasons only; ids are None where it was undecodable."""
+
+    outcome: Outcome
+    coordinates: str
+    arrivals: int = 0
+    other_epoch: bool = False
+    tenant: str | None = None
+    operation: str | None = None
+    type: str | None = None
+    version: int | None = None
+    event_id: UUID | None = None
+    reason: str | None = None
+    """Of an undecodable delivery: a `fencepost.schemas.errors.Reason`; of a failed one: the name of the error."""
+    field: str | None = None
+
+
+class Busy(NotDispatched):
+    """Another copy of this operation is being handled and did not end within the wait: deliver again later."""

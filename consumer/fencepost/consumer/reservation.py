@@ -1,0 +1,92 @@
+"""Reservation: inside the caller's transaction, an operation is taken for a consumer at most once.
+
+`reserve_in` is for those who own the transaction; it never commits. Nothing may be handled unless the outcome is
+``reserved``, and a conflict is kept as a dead letter when the caller commits.
+
+Locks: the reservation row. A concurrent copy waits for the first transaction; bound that wait with lock_timeout.
+"""
+
+from __future__ import annotations
+
+from typing import Any, LiteralString
+
+from psycopg import AsyncConnection, Connection
+from psycopg.rows import tuple_row
+from psycopg.types.json import Jsonb
+
+from fencepost.consumer.outcomes import Reservation, Reserved
+from fencepost.schemas.envelope import Envelope, to_attributes
+from fencepost.schemas.errors import InvalidInput
+from fencepost.schemas.identity import as_consumer
+
+__all__ = ["reserve_in", "reserve_in_async"]
+
+RESERVE: LiteralString = """
+SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text
+FROM fencepost.reserve(
+    %(tenant)s, %(consumer)s, %(operation)s, %(type)s, %(version)s::integer, %(event_id)s::uuid, %(source)s,
+    %(epoch)s::bigint, %(binding)s, %(event_time)s::timestamptz, %(coordinates)s, %(headers)s::jsonb, %(payload)s::bytea
+) AS r
+"""
+
+
+def reserve_in(
+    tx: Connection[Any],
+    consumer: str,
+    envelope: Envelope,
+    coordinates: str,
+    *,
+    headers: list[list[object]] | None = None,
+) -> Reservation:
+    """Reserves the operation for ``consumer`` in the caller's transaction, and never commits.
+
+    Verifies the digest first. Raises Undecodable, InvalidInput, and what PostgreSQL raises: serialization failures
+    (retry the whole transaction) and, under a lock_timeout, LockNotAvailable.
+    """
+    values = _values(consumer, envelope, coordinates, headers)
+    with tx.cursor(row_factory=tuple_row) as cursor:
+        return _reservation(cursor.execute(RESERVE, values).fetchone())
+
+
+async def reserve_in_async(
+    tx: AsyncConnection[Any],
+    consumer: str,
+    envelope: Envelope,
+    coordinates: str,
+    *,
+    headers: list[list[object]] | None = None,
+) -> Reservation:
+    """As `reserve_in`, for asyncio."""
+    values = _values(consumer, envelope, coordinates, headers)
+    async with tx.cursor(row_factory=tuple_row) as cursor:
+        return _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
+
+
+def _values(
+    consumer: str, envelope: Envelope, coordinates: str, headers: list[list[object]] | None
+) -> dict[str, object]:
+    if not coordinates:
+        raise InvalidInput("coordinates are empty", field="coordinates", hint="name broker, place and message")
+    envelope.verify()
+    if headers is None:
+        headers = [[name, value] for name, value in to_attributes(envelope).items()]
+    return {
+        "tenant": envelope.tenant,
+        "consumer": as_consumer(consumer),
+        "operation": envelope.operation,
+        "type": envelope.type,
+        "version": envelope.version,
+        "event_id": envelope.id,
+        "source": envelope.source,
+        "epoch": envelope.epoch,
+        "binding": envelope.binding,
+        "event_time": envelope.time,
+        "coordinates": coordinates,
+        "headers": Jsonb(headers),
+        "payload": envelope.payload,
+    }
+
+
+def _reservation(row: tuple[Any, ...] | None) -> Reservation:
+    assert row is not None
+    return Reservation(Reserved(row[0]), row[1], row[2], row[3])

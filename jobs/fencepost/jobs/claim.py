@@ -1,0 +1,156 @@
+"""Claiming: due work under a finite lease, each claim with a new attempt and the next generation.
+
+An attempt counts here, so a crash counts. Work with a pending or unknown effect is never claimed. Each claim also
+takes back what expired leases left behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, LiteralString, TypeVar, cast
+from uuid import UUID
+
+from psycopg import Connection
+from psycopg.rows import tuple_row
+from pydantic import BaseModel, ValidationError
+
+from fencepost.jobs.fence import Fence
+from fencepost.schemas import content
+from fencepost.schemas.errors import InvalidInput
+from fencepost.schemas.identity import Attempt, Epoch, Generation, JobClass, OperationId, Owner, Tenant, as_class
+
+__all__ = ["CLAIM", "REGISTER", "JobClassPolicy", "Job", "Mode", "Policy", "claim", "register_class"]
+
+Policy = Literal["strict", "resumable"]
+Mode = Literal["execute", "finish"]
+M = TypeVar("M", bound=BaseModel)
+
+REGISTER: LiteralString = """
+SELECT fencepost.register_class(%(class)s, %(policy)s, %(lease)s, %(max_attempts)s, %(max_finishes)s,
+                                %(backoff_base)s, %(backoff_max)s, %(max_effect_timeout)s, %(network_bound)s)"""
+CLAIM: LiteralString = """
+SELECT tenant, operation, class, generation, attempt, owner, epoch, mode, attempts, max_attempts, args, source_event,
+       lease_ms
+FROM fencepost.claim(%(owner)s, %(classes)s, %(limit)s)"""
+
+
+@dataclass(frozen=True, slots=True)
+class JobClassPolicy:
+    """What the database holds every job of a class to; durations in seconds.
+
+    ``strict``: one effect, and once it succeeded the job may only finish with its receipt. ``resumable``: several
+    effects, each remembered by its receipt. Attempts used up make poison; claims in mode finish have ``max_finishes``
+    of their own. Retries wait ``backoff_base`` doubled per attempt up to ``backoff_max``. No effect may take longer
+    than ``max_effect_timeout``; ``network_bound`` later nothing of a call can still be under way.
+    """
+
+    name: JobClass
+    lease: float = 30.0
+    max_attempts: int = 5
+    policy: Policy = "strict"
+    max_finishes: int = 20
+    backoff_base: float = 1.0
+    backoff_max: float = 300.0
+    max_effect_timeout: float = 30.0
+    network_bound: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One claim. ``mode`` finish: publish with the recorded receipt, begin nothing.
+
+    ``deadline`` is when the lease is over at the latest, by this process's monotonic clock counted from before the
+    claim's round trip: it may only make this worker stop earlier, never later.
+    """
+
+    fence: Fence
+    mode: Mode
+    attempts: int
+    max_attempts: int
+    args: bytes = field(repr=False)
+    source_event: UUID | None
+    lease: float
+    deadline: float
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose job it is."""
+        return self.fence.tenant
+
+    @property
+    def operation(self) -> OperationId:
+        """The business identity of the request."""
+        return self.fence.operation
+
+    @property
+    def job_class(self) -> JobClass:
+        """The kind of job."""
+        return self.fence.job_class
+
+    def json(self) -> content.JsonObject:
+        """The args as they were submitted, private member included."""
+        return content.decode(self.args)
+
+    def parse(self, model: type[M]) -> M:
+        """The args as a model, or InvalidInput naming the first field that does not fit, never its value."""
+        try:
+            return model.model_validate_json(self.args)
+        except ValidationError as error:
+            where = content.shown_path(error.errors(include_input=False)[0]["loc"])
+            raise InvalidInput(f"args do not fit {model.__name__} at {where}", field=f"args.{where}") from None
+
+
+def register_class(conn: Connection[Any], policy: JobClassPolicy) -> None:
+    """Registers a class or changes its policy, in the caller's transaction; a process calls it before it claims."""
+    conn.execute(
+        REGISTER,
+        {
+            "class": as_class(policy.name),
+            "policy": policy.policy,
+            "lease": timedelta(seconds=policy.lease),
+            "max_attempts": policy.max_attempts,
+            "max_finishes": policy.max_finishes,
+            "backoff_base": timedelta(seconds=policy.backoff_base),
+            "backoff_max": timedelta(seconds=policy.backoff_max),
+            "max_effect_timeout": timedelta(seconds=policy.max_effect_timeout),
+            "network_bound": timedelta(seconds=policy.network_bound),
+        },
+    )
+
+
+def claim(conn: Connection[Any], owner: str, classes: Sequence[str], limit: int) -> list[Job]:
+    """Up to ``limit`` due jobs of these classes under new leases, in the caller's transaction: they count once it commits.
+
+    Crash here: [C] after this commit and before the handler: the lease expires and the next claim takes the job back.
+    Raises UnknownClass before ``register_class``, NotArmed, InvalidInput for an owner that cannot be stored.
+    """
+    started = time.monotonic()
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        rows = cursor.execute(CLAIM, {"owner": owner, "classes": list(classes), "limit": limit}).fetchall()
+    return [_job(row, started) for row in rows]
+
+
+def _job(row: tuple[Any, ...], started: float) -> Job:
+    tenant, operation, job_class, generation, attempt, owner, epoch, mode, attempts, most, args, event, lease_ms = row
+    lease = float(lease_ms) / 1000
+    return Job(
+        fence=Fence(
+            tenant=Tenant(tenant),
+            operation=OperationId(operation),
+            job_class=JobClass(job_class),
+            generation=Generation(generation),
+            attempt=Attempt(attempt),
+            owner=Owner(owner),
+            epoch=Epoch(epoch),
+        ),
+        mode=cast(Mode, mode),
+        attempts=attempts,
+        max_attempts=most,
+        args=bytes(args),
+        source_event=event,
+        lease=lease,
+        deadline=started + lease,
+    )

@@ -1,0 +1,128 @@
+"""Scheduling: the job is in the caller's commit, together with whatever else that transaction does, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from datetime import datetime
+from typing import Any, LiteralString, cast, overload
+from uuid import UUID
+
+from psycopg import AsyncConnection, Connection
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+from pydantic import BaseModel
+
+from fencepost.schemas import content
+from fencepost.schemas.errors import InvalidInput, WrongTransaction
+from fencepost.schemas.event import Event
+from fencepost.schemas.identity import as_class, as_operation, as_tenant
+from fencepost.schemas.jsonable import jsonable
+
+__all__ = ["PRIORITY_MAX", "SUBMIT", "submit"]
+
+PRIORITY_MAX = 1_000_000
+SUBMIT: LiteralString = """
+SELECT fencepost.submit(%(tenant)s, %(operation)s, %(class)s, %(args)s, %(binding)s, %(source_event)s, %(run_at)s,
+                        %(priority)s)"""
+
+
+@overload
+def submit(
+    conn: Connection[Any],
+    job_class: str,
+    *,
+    tenant: str,
+    operation: str,
+    args: Mapping[str, object] | BaseModel,
+    run_at: datetime | None = None,
+    priority: int = 0,
+    source_event: UUID | None = None,
+) -> bool: ...
+@overload
+def submit(
+    conn: AsyncConnection[Any],
+    job_class: str,
+    *,
+    tenant: str,
+    operation: str,
+    args: Mapping[str, object] | BaseModel,
+    run_at: datetime | None = None,
+    priority: int = 0,
+    source_event: UUID | None = None,
+) -> Awaitable[bool]: ...
+def submit(
+    conn: Connection[Any] | AsyncConnection[Any],
+    job_class: str,
+    *,
+    tenant: str,
+    operation: str,
+    args: Mapping[str, object] | BaseModel,
+    run_at: datetime | None = None,
+    priority: int = 0,
+    source_event: UUID | None = None,
+) -> bool | Awaitable[bool]:
+    """Schedules a job in the caller's transaction; True when it is new, False when the same job was there already.
+
+    Never commits, rolls back or changes the session; with an AsyncConnection the result is awaited. ``args`` become
+    JSON of the restricted profile (no floating point) of at most 1 MiB; ``run_at`` is an aware datetime, the earliest
+    start by the database clock; a higher ``priority`` goes first.
+
+    Raises WrongTransaction on an autocommit connection outside a transaction, OperationConflict when the operation
+    has a job of this class with other args, InvalidInput naming the field before anything is written.
+    """
+    raw = arguments(args)
+    parameters: dict[str, object] = {
+        "tenant": as_tenant(tenant),
+        "operation": as_operation(operation),
+        "class": as_class(job_class),
+        "args": raw,
+        "binding": content.binding(raw),
+        "source_event": source_event,
+        "run_at": _instant(run_at),
+        "priority": _priority(priority),
+    }
+    if conn.autocommit and conn.info.transaction_status is TransactionStatus.IDLE:
+        raise WrongTransaction(
+            "the connection is in autocommit mode and no transaction is open",
+            field="autocommit",
+            hint="submit inside `with conn.transaction():`, with the change that the job belongs to",
+        )
+    if isinstance(conn, AsyncConnection):
+        return _submit_async(conn, parameters)
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        return _created(cursor.execute(SUBMIT, parameters).fetchone())
+
+
+async def _submit_async(conn: AsyncConnection[Any], parameters: dict[str, object]) -> bool:
+    async with conn.cursor(row_factory=tuple_row) as cursor:
+        await cursor.execute(SUBMIT, parameters)
+        return _created(await cursor.fetchone())
+
+
+def _created(row: tuple[Any, ...] | None) -> bool:
+    assert row is not None
+    return bool(row[0])
+
+
+def arguments(args: Mapping[str, object] | BaseModel) -> bytes:
+    """The bytes that a job carries; InvalidInput naming the member that cannot be carried."""
+    if isinstance(args, Event):
+        return args.payload()
+    value = jsonable(args.model_dump(exclude_none=True) if isinstance(args, BaseModel) else args, "args")
+    if not isinstance(value, dict):
+        raise InvalidInput("args are not a JSON object", field="args", hint="give a mapping or a model")
+    return content.encode(cast(content.JsonObject, value))
+
+
+def _instant(run_at: datetime | None) -> datetime | None:
+    if run_at is not None and run_at.utcoffset() is None:
+        raise InvalidInput(
+            "run_at is a time without a zone", field="run_at", hint="make it aware, e.g. with tzinfo=UTC"
+        )
+    return run_at
+
+
+def _priority(priority: int) -> int:
+    if type(priority) is not int or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+        raise InvalidInput(f"priority is not a whole number within ±{PRIORITY_MAX}", field="priority")
+    return priority

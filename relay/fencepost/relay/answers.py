@@ -1,0 +1,112 @@
+"""The answers of one send: collected from any thread, handed over once, at the deadline at the latest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from fencepost.relay.publisher import Answer, Outcome, Outgoing
+
+Key = tuple[str, str]
+"""(tenant, ordering key)."""
+
+OVERTAKEN = "overtaken"
+"""Detail of a confirmed event whose key has an earlier event without a confirm: the order of first arrivals broke."""
+
+
+def key_of(event: Outgoing) -> Key:
+    """Whose order this event keeps."""
+    return event.row.tenant, event.row.ordering_key
+
+
+Seal = Callable[["Answers", list[Outcome]], None]
+"""Called once with the complete list, just before the caller gets it; may replace outcomes in place."""
+
+
+class Answers:
+    """One outcome per event of a batch; the future is resolved exactly once, and the first answer of an event counts.
+
+    Invariant: a confirm that arrives after the future was resolved changes nothing that the caller has seen.
+    """
+
+    __slots__ = ("_lock", "_open", "_outcomes", "_seal", "batch", "deadline", "future", "number")
+
+    def __init__(self, number: int, batch: Sequence[Outgoing], deadline: float, seal: Seal | None = None) -> None:
+        self.number = number
+        self._seal = seal
+        self.batch = batch
+        self.deadline = deadline
+        self.future: Future[list[Outcome]] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._outcomes: list[Outcome | None] = [None] * len(batch)
+        self._open = len(batch)
+        self._lock = threading.RLock()
+        if not batch:
+            self.future.set_result([])
+
+    @property
+    def done(self) -> bool:
+        """Whether the caller has its list."""
+        return self.future.done()
+
+    def answer(self, index: int, outcome: Outcome) -> bool:
+        """Records the answer of one event; False when it had one, or when the caller has its list already."""
+        with self._lock:
+            if self._outcomes[index] is not None or self.future.done():
+                return False
+            self._outcomes[index] = outcome
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self._resolve()
+        return True
+
+    def give_up(self, detail: str) -> None:
+        """Everything without an answer becomes unknown, and the caller gets its list."""
+        with self._lock:
+            if self.future.done():
+                return
+            for index, outcome in enumerate(self._outcomes):
+                if outcome is None:
+                    self._outcomes[index] = Outcome(Answer.UNKNOWN, detail=detail)
+            self._open = 0
+        self._resolve()
+
+    def _resolve(self) -> None:
+        with self._lock:
+            if self.future.done():
+                return
+            found = [outcome for outcome in self._outcomes if outcome is not None]
+            if self._seal is not None:
+                self._seal(self, found)
+            self.future.set_result(found)
+
+
+class StoppedKeys:
+    """Keys with an event that got no confirm, until the caller has been told.
+
+    Invariant: between the failure of an event and the moment the caller gets the list with it, no later event of its
+    key is handed over; afterwards the caller knows, and decides.
+    """
+
+    def __init__(self) -> None:
+        self._stopped: dict[Key, Answers] = {}
+
+    def stop(self, key: Key, answers: Answers) -> None:
+        """Later events of this key are withheld until `answers` has been handed over."""
+        self._stopped[key] = answers
+
+    def stopped(self, key: Key) -> bool:
+        """Whether an event of this key must be withheld now."""
+        by = self._stopped.get(key)
+        if by is None:
+            return False
+        if by.done:
+            del self._stopped[key]
+            return False
+        return True
+
+    def sweep(self) -> None:
+        """Forgets what callers have been told."""
+        self._stopped = {key: answers for key, answers in self._stopped.items() if not answers.done}

@@ -1,0 +1,123 @@
+"""Delivery of one batch: sent until every event has a definite answer, in order per key, with bounded waits."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from fencepost.relay.parking import Parking
+from fencepost.relay.publisher import Answer, Outcome, Outgoing, ParkReason, Publisher
+
+BACKOFF_FIRST_SECONDS = 0.05
+BACKOFF_CAP_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class Settled:
+    """What became of a batch; `unresolved` is empty unless delivery was told to stop or lost its lease."""
+
+    parked: list[Parking] = field(default_factory=list[Parking])
+    unresolved: list[Outgoing] = field(default_factory=list[Outgoing])
+    confirmed: int = 0
+    resent: int = 0
+
+
+class Delivery:
+    """Publishes batches through one publisher and never takes silence for success."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        *,
+        confirm_seconds: float,
+        seconds_left: Callable[[], float],
+        stop: threading.Event,
+        drain_seconds: float,
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        self._publisher = publisher
+        self._confirm_seconds = confirm_seconds
+        self._seconds_left = seconds_left
+        self._stop = stop
+        self._drain_seconds = drain_seconds
+        self._on_trouble = on_trouble
+
+    def deliver(self, batch: Sequence[Outgoing]) -> Settled:
+        """Settles every event of the batch (confirmed or set aside), or says which ones it could not.
+
+        Gives up when the lease is about to end, or when asked to stop and the drain time is over. Events without an
+        answer are sent again with the same bytes.
+        """
+        settled = Settled()
+        # Invariant: a key in `blocked` has an earlier event set aside in this batch.
+        blocked: dict[tuple[str, str], int] = {}
+        pending = list(batch)
+        attempt = 0
+        stop_at: float | None = None
+        while pending:
+            if self._stop.is_set():
+                stop_at = stop_at or time.monotonic() + self._drain_seconds
+                if time.monotonic() >= stop_at:
+                    break
+            wait = min(self._confirm_seconds, self._seconds_left())
+            if wait < self._confirm_seconds / 2:
+                break
+            if stop_at is not None:
+                wait = min(wait, max(0.05, stop_at - time.monotonic()))
+            outcomes = self._send(pending, wait)
+            again: list[Outgoing] = []
+            trouble = ""
+            for item, outcome in zip(pending, outcomes, strict=True):
+                if self._take(item, outcome, settled, blocked):
+                    continue
+                again.append(item)
+                trouble = trouble or f"{outcome.answer.value}: {outcome.detail}"
+            pending = again
+            if pending:
+                settled.resent += len(pending)
+                self._on_trouble(trouble)
+                pause = min(BACKOFF_CAP_SECONDS, BACKOFF_FIRST_SECONDS * 2 ** min(attempt, 10))
+                attempt += 1
+                self._stop.wait(pause * (0.5 + random.random() / 2))
+        settled.unresolved = pending
+        return settled
+
+    def _send(self, pending: list[Outgoing], seconds: float) -> list[Outcome]:
+        deadline = time.monotonic() + seconds
+        try:
+            return self._publisher.send(pending, deadline).result(seconds + 1)
+        except FutureTimeout:
+            return [Outcome(Answer.UNKNOWN, detail="no answer within the deadline")] * len(pending)
+
+    def _take(self, item: Outgoing, outcome: Outcome, settled: Settled, blocked: dict[tuple[str, str], int]) -> bool:
+        """True when the event is settled; keeps the events of a refused key in order behind it."""
+        row = item.row
+        key = (row.tenant, row.ordering_key)
+        match outcome.answer:
+            case Answer.CONFIRMED:
+                settled.confirmed += 1
+                if key in blocked:
+                    parking = settled.parked[blocked[key]]
+                    settled.parked[blocked[key]] = Parking(parking.row, parking.reason, parking.detail, row.seq)
+                return True
+            case Answer.REFUSED:
+                assert outcome.reason is not None
+                settled.parked.append(Parking(row, outcome.reason, outcome.detail))
+                blocked.setdefault(key, len(settled.parked) - 1)
+                return True
+            case Answer.WITHHELD if key in blocked:
+                settled.parked.append(Parking(row, ParkReason.BEHIND))
+                return True
+            case Answer.NACKED | Answer.UNKNOWN | Answer.WITHHELD:
+                if key in blocked:
+                    # Not known to be at the broker, and an earlier one of its key is not: it waits behind that one.
+                    settled.parked.append(Parking(row, ParkReason.BEHIND, outcome.answer.value))
+                    return True
+                return False
+            case _ as never:
+                assert_never(never)

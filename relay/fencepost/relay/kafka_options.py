@@ -1,0 +1,90 @@
+"""What a user may set on the Kafka client: an allow-list, so that no option can switch a guarantee off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fencepost.relay.loopback import is_loopback
+from fencepost.schemas.errors import ConfigError
+
+ALLOWED = frozenset(
+    {
+        "broker.address.family",
+        "client.dns.lookup",
+        "client.id",
+        "client.rack",
+        "compression.codec",
+        "compression.level",
+        "compression.type",
+        "connections.max.idle.ms",
+        "enable.ssl.certificate.verification",
+        "linger.ms",
+        "metadata.max.age.ms",
+        "partitioner",
+        "reconnect.backoff.max.ms",
+        "reconnect.backoff.ms",
+        "retry.backoff.max.ms",
+        "retry.backoff.ms",
+        "sasl.kerberos.keytab",
+        "sasl.kerberos.principal",
+        "sasl.kerberos.service.name",
+        "sasl.mechanism",
+        "sasl.mechanisms",
+        "sasl.oauthbearer.client.id",
+        "sasl.oauthbearer.client.secret",
+        "sasl.oauthbearer.config",
+        "sasl.oauthbearer.extensions",
+        "sasl.oauthbearer.method",
+        "sasl.oauthbearer.scope",
+        "sasl.oauthbearer.token.endpoint.url",
+        "sasl.password",
+        "sasl.username",
+        "security.protocol",
+        "socket.keepalive.enable",
+        "socket.timeout.ms",
+        "ssl.ca.location",
+        "ssl.ca.pem",
+        "ssl.certificate.location",
+        "ssl.certificate.pem",
+        "ssl.cipher.suites",
+        "ssl.crl.location",
+        "ssl.curves.list",
+        "ssl.endpoint.identification.algorithm",
+        "ssl.key.location",
+        "ssl.key.password",
+        "ssl.key.pem",
+        "ssl.keystore.location",
+        "ssl.keystore.password",
+        "ssl.sigalgs.list",
+    }
+)
+"""Options of librdkafka that are passed on. Changing `partitioner` breaks the order of keys across the change once."""
+
+
+def checked_options(bootstrap: str, options: Mapping[str, str], *, insecure: bool) -> dict[str, str]:
+    """The options as given, or ConfigError naming the first that is refused; values never appear in an error.
+
+    Refused without `insecure`: SASL without TLS to any address off loopback, and TLS that does not check the server.
+    """
+    for name in options:
+        if name not in ALLOWED:
+            raise ConfigError(
+                f"the Kafka option {name} cannot be set", field=f"options.{name}", hint="see kafka_options.ALLOWED"
+            )
+    if insecure:
+        return dict(options)
+    hosts = [address.strip().rpartition("://")[2].rpartition(":")[0] for address in bootstrap.split(",")]
+    protocol = options.get("security.protocol", "plaintext").lower()
+    if protocol == "sasl_plaintext" and not all(is_loopback(host) for host in hosts):
+        raise ConfigError(
+            "SASL without TLS sends credentials in the clear",
+            field="options.security.protocol",
+            hint="use SASL_SSL, or insecure=True where the network itself is protected",
+        )
+    for name, off in (
+        ("enable.ssl.certificate.verification", "false"),
+        ("ssl.endpoint.identification.algorithm", "none"),
+    ):
+        if options.get(name, "").lower() in {off, "0", "f"}:
+            raise ConfigError("the server would not be verified", field=f"options.{name}", hint="set insecure=True")
+    return dict(options)

@@ -1,0 +1,106 @@
+"""Acceptance: the domain change and its event commit in one transaction, or neither does."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any, LiteralString, overload
+from uuid import UUID
+
+from psycopg import AsyncConnection, Connection
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+from psycopg.types.json import Jsonb
+
+from fencepost.schemas.content import binding
+from fencepost.schemas.envelope import validate_attributes, validate_size
+from fencepost.schemas.errors import WrongTransaction
+from fencepost.schemas.event import Event
+from fencepost.schemas.identity import uuid7
+
+ENQUEUE: LiteralString = """
+SELECT event_id, created FROM fencepost.enqueue(
+    %(event_id)s, %(tenant)s, %(operation)s, %(type)s, %(version)s, %(ordering_key)s, %(binding)s,
+    'application/json', %(attributes)s, %(payload)s, %(serialize)s)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The event's identity; `created` is False when this operation and type was accepted before with this meaning."""
+
+    event_id: UUID
+    created: bool
+
+
+@overload
+def enqueue(
+    conn: Connection[Any], event: Event, *, attributes: Mapping[str, str] | None = None, serialize: bool = False
+) -> Accepted: ...
+@overload
+def enqueue(
+    conn: AsyncConnection[Any], event: Event, *, attributes: Mapping[str, str] | None = None, serialize: bool = False
+) -> Awaitable[Accepted]: ...
+def enqueue(
+    conn: Connection[Any] | AsyncConnection[Any],
+    event: Event,
+    *,
+    attributes: Mapping[str, str] | None = None,
+    serialize: bool = False,
+) -> Accepted | Awaitable[Accepted]:
+    """Accepts an event in the caller's transaction: it commits with the domain change or not at all.
+
+    Never commits, rolls back or changes the session. With an AsyncConnection the result is awaited.
+    `attributes` are CloudEvents extension attributes (strings). `serialize` makes writers of one ordering key take
+    turns until they commit, so that their events keep commit order without a row lock of their own.
+
+    Raises `WrongTransaction` on an autocommit connection outside a transaction, `OperationConflict` when the operation
+    and type were accepted with another meaning (the transaction is then aborted by PostgreSQL), `InvalidInput` naming
+    the field before anything is written.
+    """
+    parameters = _parameters(event, attributes, serialize)
+    refuse_autocommit(conn)
+    if isinstance(conn, AsyncConnection):
+        return _enqueue_async(conn, parameters)
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        row = cursor.execute(ENQUEUE, parameters).fetchone()
+    return _accepted(row)
+
+
+async def _enqueue_async(conn: AsyncConnection[Any], parameters: dict[str, Any]) -> Accepted:
+    async with conn.cursor(row_factory=tuple_row) as cursor:
+        await cursor.execute(ENQUEUE, parameters)
+        row = await cursor.fetchone()
+    return _accepted(row)
+
+
+def refuse_autocommit(conn: Connection[Any] | AsyncConnection[Any]) -> None:
+    """Raises `WrongTransaction` where each statement would commit by itself."""
+    if conn.autocommit and conn.info.transaction_status is not TransactionStatus.INTRANS:
+        raise WrongTransaction(
+            "the connection is in autocommit mode and no transaction is open",
+            field="autocommit",
+            hint="write `with conn.transaction():` around the domain change and this call",
+        )
+
+
+def _parameters(event: Event, attributes: Mapping[str, str] | None, serialize: bool) -> dict[str, Any]:
+    payload = event.payload()
+    checked = validate_attributes(attributes or {})
+    validate_size(payload, checked)
+    return {
+        "event_id": uuid7(),
+        "tenant": event.tenant,
+        "operation": event.operation,
+        "type": type(event).event_type,
+        "version": type(event).event_version,
+        "ordering_key": event.ordering_key,
+        "binding": binding(payload),
+        "attributes": Jsonb(checked) if checked else None,
+        "payload": payload,
+        "serialize": serialize,
+    }
+
+
+def _accepted(row: tuple[Any, ...] | None) -> Accepted:
+    assert row is not None
+    return Accepted(row[0], row[1])

@@ -1,0 +1,195 @@
+"""Pages: what one slot sends between two ticks, in sequence order, read by plain statements with every tick value bound.
+
+Within a page the late rows come first: those with a number below the earlier tick's hint whose transaction was still
+open then. All of them lie below every other row of the page, so one position says how far a page has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, LiteralString
+
+from psycopg import Connection
+
+from fencepost.relay.publisher import OutboxRow
+
+TICK: LiteralString = "SELECT era, n, fresh FROM fencepost.tick(make_interval(secs => %(min_seconds)s))"
+TICKS: LiteralString = """
+SELECT t.n, t.hint, t.next::text, t.snap::text, t.snap_xmax::text, t.snap_xip::text
+FROM fencepost.tick AS t WHERE t.era = %(era)s AND t.n = ANY (%(numbers)s)"""
+
+# Whatever the statistics say: by the index on (slot, seq), in its order; a sort of the whole page for each part of it is
+# what makes a backlog slow.
+IN_ORDER: LiteralString = """
+SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', 'off', true),
+       set_config('enable_seqscan', 'off', true)"""
+
+# Which slots have late rows, and where they begin: most pages have none, and then nothing below the hint is touched.
+LATE_FROM: LiteralString = "SELECT slot, first_seq FROM fencepost.late_rows(%(era)s, %(start)s, %(end)s)"
+
+# The window keeps a slot's share of memory bounded: payload lengths are known without reading the payloads.
+LATE: LiteralString = """
+SELECT r.slot, r.seq, r.event_id, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
+       r.content_type, r.attributes::text, r.payload
+FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
+CROSS JOIN LATERAL (
+    SELECT l.*, sum(octet_length(l.payload)) OVER (ORDER BY l.seq) AS total
+    FROM (SELECT o.* FROM fencepost.outbox AS o
+          WHERE o.slot = p.slot AND o.seq > p.position AND o.seq <= %(hint)s::bigint
+            AND (o.xid = ANY (%(open)s::xid8[]) OR o.xid >= %(ceiling)s::xid8 AND o.xid < %(next)s::xid8)
+            AND pg_visible_in_snapshot(o.xid, %(end_snap)s::pg_snapshot)
+          ORDER BY o.seq LIMIT %(rows)s) AS l) AS r
+WHERE r.total - octet_length(r.payload) < %(bytes)s"""
+MAIN: LiteralString = """
+SELECT r.slot, r.seq, r.event_id, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
+       r.content_type, r.attributes::text, r.payload
+FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
+CROSS JOIN LATERAL (
+    SELECT m.*, sum(octet_length(m.payload)) OVER (ORDER BY m.seq) AS total
+    FROM (SELECT o.* FROM fencepost.outbox AS o
+          WHERE o.slot = p.slot AND o.seq > greatest(p.position, %(hint)s::bigint) AND o.seq <= %(end_hint)s::bigint
+            AND pg_visible_in_snapshot(o.xid, %(end_snap)s::pg_snapshot)
+          ORDER BY o.seq LIMIT %(rows)s) AS m) AS r
+WHERE r.total - octet_length(r.payload) < %(bytes)s"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A stored snapshot: the sequence's hint was read after it, and `next` drawn after the hint."""
+
+    n: int
+    hint: int
+    next: str
+    snap: str
+    ceiling: str
+    open: str
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a slot stands: everything up to the acked tick is settled, and the page to the end tick up to `position`.
+
+    Invariant: a page once begun keeps its end tick until it is settled; position 0 means that none is begun.
+    """
+
+    acked: int
+    end: int
+    position: int
+
+    @property
+    def between_pages(self) -> bool:
+        """True when the next page may choose a newer end tick."""
+        return self.position == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one slot in sequence order; `last` when they complete its page."""
+
+    slot: int
+    rows: tuple[OutboxRow, ...]
+    last: bool
+
+
+class PageReader:
+    """Reads the parts of pages; holds no transaction while the caller publishes."""
+
+    def __init__(
+        self, conn: Connection[Any], era: int, *, rows_per_slot: int = 500, bytes_in_all: int = 16 << 20
+    ) -> None:
+        self._conn = conn
+        self._era = era
+        self._rows = rows_per_slot
+        self._bytes = bytes_in_all
+        self._ticks: dict[int, Tick] = {}
+        self._late: dict[tuple[int, int], dict[int, int]] = {}
+
+    def read(self, progress: dict[int, Progress]) -> list[Part]:
+        """The next part of every given slot's page; slots that share both ticks share a statement."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for slot, at in progress.items():
+            groups.setdefault((at.acked, at.end), []).append(slot)
+        self._load({n for pair in groups for n in pair})
+        parts: list[Part] = []
+        for (acked, end), slots in groups.items():
+            parts += self._group(self._ticks[acked], self._ticks[end], slots, progress)
+        return parts
+
+    def _group(self, start: Tick, end: Tick, slots: list[int], progress: dict[int, Progress]) -> list[Part]:
+        parts: list[Part] = []
+        share = max(1, self._bytes // len(slots))
+        late = self._late_from(start, end)
+        positions = {s: progress[s].position for s in slots}
+        # A slot whose position has passed the hint has no late rows left.
+        early = {s: max(positions[s], late[s] - 1) for s in slots if s in late and positions[s] < start.hint}
+        main = dict(positions)
+        for slot, rows in self._fetch(LATE, start, end, early, share) if early else ():
+            if rows:
+                del main[slot]
+                parts.append(Part(slot, rows, last=False))
+        for slot, rows in self._fetch(MAIN, start, end, main, share) if main else ():
+            cut = len(rows) >= self._rows or sum(len(r.payload) for r in rows) >= share
+            parts.append(Part(slot, rows, last=not cut))
+        return parts
+
+    def _late_from(self, start: Tick, end: Tick) -> dict[int, int]:
+        if start.n == end.n:
+            return {}
+        if (start.n, end.n) not in self._late:
+            found = self._conn.execute(LATE_FROM, {"era": self._era, "start": start.n, "end": end.n}).fetchall()
+            self._late[start.n, end.n] = dict(found)
+        return self._late[start.n, end.n]
+
+    def _fetch(
+        self, statement: LiteralString, start: Tick, end: Tick, positions: Mapping[int, int], share: int
+    ) -> Iterable[tuple[int, tuple[OutboxRow, ...]]]:
+        # One round trip: the plan settings end with the transaction, so a pooler never passes them on.
+        with (
+            self._conn.pipeline(),
+            self._conn.transaction(),
+            self._conn.cursor() as settings,
+            self._conn.cursor(binary=True) as cursor,
+        ):
+            settings.execute(IN_ORDER)
+            cursor.execute(
+                statement,
+                {
+                    "slots": list(positions),
+                    "positions": list(positions.values()),
+                    "hint": start.hint,
+                    "open": start.open,
+                    "ceiling": start.ceiling,
+                    "next": start.next,
+                    "end_hint": end.hint,
+                    "end_snap": end.snap,
+                    "rows": self._rows,
+                    "bytes": share,
+                },
+            )
+            rows = cursor.fetchall()
+        found: dict[int, list[OutboxRow]] = {s: [] for s in positions}
+        for row in rows:
+            found[row[0]].append(OutboxRow._make(row))
+        return [(slot, tuple(sorted(rows, key=_seq))) for slot, rows in found.items()]
+
+    def _load(self, numbers: set[int]) -> None:
+        for n in [n for n in self._ticks if n not in numbers]:
+            del self._ticks[n]
+        for pair in [p for p in self._late if not numbers.issuperset(p)]:
+            del self._late[pair]
+        missing = [n for n in numbers if n not in self._ticks]
+        if missing:
+            for row in self._conn.execute(TICKS, {"era": self._era, "numbers": missing}):
+                self._ticks[row[0]] = Tick(*row)
+
+
+def newest_tick(conn: Connection[Any], min_seconds: float) -> tuple[int, int]:
+    """Era and number of the newest tick, after taking one when something became visible since."""
+    row = conn.execute(TICK, {"min_seconds": min_seconds}).fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+def _seq(row: OutboxRow) -> int:
+    return row.seq

@@ -1,0 +1,339 @@
+"""RabbitMQ: an event counts as published only after the broker's own Basic.Ack of it, routed and persistent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import cast
+from uuid import UUID
+
+import aiormq
+from aio_pika import DeliveryMode, Message
+from aiormq import spec
+
+from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
+from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason
+from fencepost.relay.rabbitmq_address import checked_address
+from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
+from fencepost.schemas import amqp_binding
+from fencepost.schemas.digest import Digest
+from fencepost.schemas.envelope import Envelope
+from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
+
+LOGGER = logging.getLogger(__name__)
+
+MESSAGE_BYTES = 16 * 1024 * 1024
+MARGIN_SECONDS = 0.05
+PROBE_SECONDS = 1.0
+LEAVE_SECONDS = 5.0
+ROUTING_KEY_BYTES = 255
+BROKEN = (aiormq.exceptions.AMQPError, OSError, EOFError, RuntimeError, asyncio.InvalidStateError)
+"""What a connection or channel that is gone, or never came, raises; a missed deadline is an OSError too."""
+
+_NOT_SENT = Outcome(Answer.WITHHELD, detail="an earlier event of its key has no confirm")
+
+
+class RabbitPublisher:
+    """Hands events to RabbitMQ with confirms and `mandatory`, persistent, one unconfirmed event per key.
+
+    `source`: CloudEvents source of the installation. `window`: unconfirmed events in all. `max_message_bytes`: body
+    size beyond which an event is refused without asking; the default of 16 MiB is that of RabbitMQ 4 (3.x: 128 MiB).
+    `recheck` (seconds): how long the existence of an exchange is believed. `context`: TLS settings for `amqps://`.
+    ConfigError: see `rabbitmq_address`. Runs an event loop in a thread of its own and reconnects by itself, never
+    longer than the deadline of a send.
+
+    Blame: every exchange has a channel of its own. When the broker closes it with several events on it, all of them are
+    unknown and that exchange takes one event at a time for a minute, so that only the guilty one is refused.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        source: str,
+        window: int = 500,
+        max_message_bytes: int = MESSAGE_BYTES,
+        recheck: float = 30.0,
+        context: ssl.SSLContext | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self._url = checked_address(url, insecure=insecure)
+        if window < 1:
+            raise ConfigError("the window must be at least 1", field="window")
+        if context is not None and not insecure and context.verify_mode is not ssl.CERT_REQUIRED:
+            raise ConfigError("the server would not be verified", field="context", hint="or insecure=True")
+        self._source = source
+        self._window = window
+        self._max_bytes = max_message_bytes
+        self._context = context
+        self._recheck = recheck
+        self._lock = threading.Lock()
+        self._number = 0
+        self._unresolved: dict[int, Answers] = {}
+        self._accepting = False
+        self._loop: Loop | None = None
+        self._thread: threading.Thread | None = None
+        self._link = Link(self._url, context, recheck)
+        # Only the loop's thread touches these.
+        self._waiting: dict[Key, deque[tuple[Answers, int]]] = {}
+        self._ready: deque[Key] = deque()
+        self._stopped = StoppedKeys()
+        self._workers: set[asyncio.Task[None]] = set()
+        self._last_confirm = 0.0
+        self._doubt = False
+
+    def __repr__(self) -> str:
+        return f"RabbitPublisher({str(Unreachable(address=self._url)).strip(' ()')!r})"
+
+    def open(self, deadline: float) -> None:
+        """Connect, or raise `Unreachable` (address without user and password) before `deadline`."""
+        loop = Loop()
+        thread = threading.Thread(target=_run, args=(loop,), name="fencepost-rabbitmq", daemon=True)
+        thread.start()
+        self._loop, self._thread = loop, thread
+        self._link = Link(self._url, self._context, self._recheck)
+        connecting = asyncio.run_coroutine_threadsafe(self._link.connection(), loop)
+        try:
+            connecting.result(timeout=max(0.0, deadline - time.monotonic()))
+        except (*BROKEN, ValueError) as error:
+            connecting.cancel()
+            self._leave()
+            raise Unreachable(
+                f"RabbitMQ does not answer: {type(error).__name__}", address=self._url, field="url"
+            ) from None
+        self._accepting = True
+
+    def send(self, batch: Sequence[Outgoing], deadline: float) -> Future[list[Outcome]]:
+        """One outcome per event at `deadline` (monotonic seconds) at the latest; returns at once.
+
+        Withheld events were not sent: an earlier one of their key has no confirm, or there was no connection.
+        """
+        with self._lock:
+            self._number += 1
+            answers = Answers(self._number, batch, deadline)
+            if self._accepting and self._loop is not None:
+                self._unresolved[answers.number] = answers
+                answers.future.add_done_callback(lambda _: self._unresolved.pop(answers.number, None))
+                self._loop.call_soon_threadsafe(self._take, answers)
+                return answers.future
+        for index in range(len(batch)):
+            answers.answer(index, Outcome(Answer.WITHHELD, detail="the publisher is closed"))
+        return answers.future
+
+    def close(self, deadline: float) -> None:
+        """Wait for confirms until `deadline`, then leave; what has none becomes unknown."""
+        with self._lock:
+            self._accepting = False
+            waiting = [answers.future for answers in list(self._unresolved.values())]
+        wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        self._leave()
+        for answers in list(self._unresolved.values()):
+            answers.give_up("the publisher was closed")
+
+    def _leave(self) -> None:
+        loop, self._loop = self._loop, None
+        thread, self._thread = self._thread, None
+        if loop is None or thread is None:
+            return
+        leaving = asyncio.run_coroutine_threadsafe(self._end(), loop)
+        with contextlib.suppress(TimeoutError):
+            leaving.result(timeout=LEAVE_SECONDS)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=LEAVE_SECONDS)
+
+    async def _end(self) -> None:
+        for worker in list(self._workers):
+            worker.cancel()
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=1)
+        await self._link.close()
+
+    # -- in the loop's thread ----------------------------------------------------------------------------------------
+
+    def _take(self, answers: Answers) -> None:
+        self._stopped.sweep()
+        for index, event in enumerate(answers.batch):
+            key = key_of(event)
+            if self._stopped.stopped(key):
+                answers.answer(index, _NOT_SENT)
+                continue
+            queue = self._waiting.get(key)
+            if queue is None:
+                # Invariant: a key is in `_ready` or in the hands of one worker, never both, never twice.
+                self._waiting[key] = deque([(answers, index)])
+                self._ready.append(key)
+            else:
+                queue.append((answers, index))
+        loop = asyncio.get_running_loop()
+        loop.call_at(answers.deadline - MARGIN_SECONDS, answers.give_up, "no confirm by the deadline")
+        for _ in range(min(self._window - len(self._workers), len(self._ready))):
+            worker = loop.create_task(self._work())
+            self._workers.add(worker)
+            worker.add_done_callback(self._workers.discard)
+
+    async def _work(self) -> None:
+        while self._ready:
+            key = self._ready.popleft()
+            queue = self._waiting[key]
+            answers, index = queue.popleft()
+            try:
+                outcome = Outcome(Answer.WITHHELD) if answers.done else await self._publish(answers, index)
+            except Exception:
+                LOGGER.exception("publishing one event failed in an unexpected way; it stays unknown")
+                outcome = Outcome(Answer.UNKNOWN, detail="unexpected")
+            answers.answer(index, outcome)
+            if outcome.answer is not Answer.CONFIRMED:
+                self._stopped.stop(key, answers)
+                for later, position in queue:
+                    later.answer(position, _NOT_SENT)
+                queue.clear()
+            if queue:
+                self._ready.append(key)
+            else:
+                del self._waiting[key]
+
+    async def _publish(self, answers: Answers, index: int) -> Outcome:
+        event = answers.batch[index]
+        message = self._message(event)
+        if isinstance(message, Outcome):
+            return message
+        name = event.route.to
+        routing_key = event.route.routing_key.replace("{type}", event.row.type)
+        if len(routing_key.encode()) > ROUTING_KEY_BYTES:
+            return Outcome(Answer.REFUSED, ParkReason.UNROUTABLE, "the routing key is longer than 255 bytes")
+        try:
+            async with asyncio.timeout_at(answers.deadline - MARGIN_SECONDS):
+                await self._settle_doubt()
+                line = await self._link.line(name)
+        except NoSuchExchange:
+            return Outcome(Answer.REFUSED, ParkReason.NO_SUCH_EXCHANGE, name)
+        except aiormq.exceptions.ChannelAccessRefused:
+            return Outcome(Answer.REFUSED, ParkReason.NOT_AUTHORISED, name)
+        except BROKEN as error:
+            self._doubt = self._doubt or isinstance(error, TimeoutError)
+            return Outcome(Answer.WITHHELD, detail=f"not connected: {type(error).__name__}")
+        if line.alone:
+            async with line.room:
+                return await self._confirm(line, name, routing_key, message, answers.deadline)
+        return await self._confirm(line, name, routing_key, message, answers.deadline)
+
+    async def _confirm(self, line: Line, name: str, routing_key: str, message: Message, deadline: float) -> Outcome:
+        exchange = line.exchange
+        if exchange is None or line.channel is None or line.channel.is_closed:
+            return Outcome(Answer.WITHHELD, detail="the channel was closed")
+        # Invariant: only an event that had the channel to itself from start to end can be blamed for its death.
+        alone = line.in_flight == 0
+        line.in_flight += 1
+        try:
+            async with asyncio.timeout_at(deadline - MARGIN_SECONDS):
+                result = await exchange.publish(message, routing_key, mandatory=True)
+        except aiormq.exceptions.PublishError:
+            return Outcome(Answer.REFUSED, ParkReason.UNROUTABLE, f"{name} {routing_key}"[:200])
+        except aiormq.exceptions.DeliveryError:
+            return Outcome(Answer.NACKED, detail="the broker could not store it")
+        except TimeoutError:
+            self._doubt = True
+            return Outcome(Answer.UNKNOWN, detail="no confirm by the deadline")
+        except aiormq.exceptions.AMQPChannelError as error:
+            return await self._blame(name, error, alone and line.alone, deadline)
+        except BROKEN as error:
+            self._link.forget(name)
+            return Outcome(Answer.UNKNOWN, detail=type(error).__name__)
+        finally:
+            line.in_flight -= 1
+        self._last_confirm = time.monotonic()
+        if isinstance(result, spec.Basic.Ack):
+            return CONFIRMED
+        return Outcome(Answer.UNKNOWN, detail=type(result).__name__)
+
+    async def _blame(self, name: str, error: Exception, certain: bool, deadline: float) -> Outcome:
+        """The broker closed the channel of this exchange: refuse the event if it is surely the cause, else unknown."""
+        self._link.forget(name)
+        if isinstance(error, aiormq.exceptions.ChannelNotFoundEntity):
+            try:
+                async with asyncio.timeout_at(deadline - MARGIN_SECONDS):
+                    await self._link.require(name)
+            except NoSuchExchange:
+                return Outcome(Answer.REFUSED, ParkReason.NO_SUCH_EXCHANGE, name)
+            except BROKEN as other:
+                return Outcome(Answer.UNKNOWN, detail=type(other).__name__)
+            return Outcome(Answer.UNKNOWN, detail="the exchange was missing for a moment")
+        if certain and isinstance(error, aiormq.exceptions.ChannelAccessRefused):
+            return Outcome(Answer.REFUSED, ParkReason.NOT_AUTHORISED, name)
+        if certain and isinstance(error, aiormq.exceptions.ChannelPreconditionFailed):
+            return Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, "the broker's limit")
+        self._link.suspect(name)
+        return Outcome(Answer.UNKNOWN, detail=type(error).__name__)
+
+    async def _settle_doubt(self) -> None:
+        """After a missing confirm: ask the broker something harmless; a connection that is silent is replaced."""
+        if not self._doubt:
+            return
+        self._doubt = False
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self._link.require("amq.direct")
+        except NoSuchExchange:
+            return
+        except BROKEN:
+            self._link.drop()
+
+    def _message(self, event: Outgoing) -> Message | Outcome:
+        row = event.row
+        if len(row.payload) > self._max_bytes:
+            detail = f"{len(row.payload)} bytes, the limit is {self._max_bytes}"
+            return Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, detail)
+        try:
+            headers, content_type = amqp_binding.encode(self._envelope(event))
+        except (FencepostError, ValueError, TypeError, AttributeError) as error:
+            return Outcome(Answer.REFUSED, ParkReason.UNDECODABLE, type(error).__name__)
+        return Message(
+            row.payload,
+            headers=dict(headers),
+            content_type=content_type,
+            delivery_mode=DeliveryMode.PERSISTENT,
+            message_id=str(row.event_id),
+            timestamp=row.recorded_at,
+        )
+
+    def _envelope(self, event: Outgoing) -> Envelope:
+        row = event.row
+        return Envelope(
+            id=UUID(str(row.event_id)),
+            source=self._source,
+            type=row.type,
+            version=row.version,
+            tenant=row.tenant,
+            operation=row.operation,
+            ordering_key=row.ordering_key,
+            epoch=row.epoch,
+            digest=Digest(row.digest),
+            sequence=row.seq,
+            time=row.recorded_at,
+            payload=row.payload,
+            attributes=cast(dict[str, str], json.loads(row.attributes)) if row.attributes else {},
+        )
+
+
+def _run(loop: Loop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.drop_connections()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=1))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()

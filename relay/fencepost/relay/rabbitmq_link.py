@@ -1,0 +1,193 @@
+"""One connection to RabbitMQ: made within a deadline, one confirming channel per exchange, dropped without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import ssl
+import time
+from typing import Any
+
+import aio_pika
+import aiormq
+from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractExchange
+
+LOGGER = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0
+CHANNEL_SECONDS = 5.0
+LEAVE_SECONDS = 2.0
+BACKOFF_FIRST_SECONDS = 0.1
+BACKOFF_MAX_SECONDS = 2.0
+CAREFUL_SECONDS = 60.0
+EXCHANGES_MAX = 256
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop that can drop its connections: a stopped broker never answers an orderly close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: list[asyncio.BaseTransport] = []
+
+    async def create_connection(self, *arguments: Any, **options: Any) -> Any:
+        """As in asyncio; remembers the transport."""
+        transport, protocol = await super().create_connection(*arguments, **options)
+        self._opened = [known for known in self._opened if not known.is_closing()]
+        self._opened.append(transport)
+        return transport, protocol
+
+    def drop_connections(self) -> None:
+        """Ends every connection at once; what was buffered is lost."""
+        for transport in self._opened:
+            if isinstance(transport, asyncio.WriteTransport):
+                transport.abort()
+        self._opened.clear()
+
+
+class Line:
+    """The channel of one exchange. Nothing else uses it, so when the broker closes it, this exchange is to blame."""
+
+    __slots__ = ("careful", "channel", "checked", "exchange", "in_flight", "opening", "room")
+
+    def __init__(self) -> None:
+        self.channel: AbstractChannel | None = None
+        self.exchange: AbstractExchange | None = None
+        self.checked = 0.0
+        self.careful = 0.0
+        self.in_flight = 0
+        self.opening = asyncio.Lock()
+        self.room = asyncio.Lock()
+
+    @property
+    def alone(self) -> bool:
+        """Whether events of this exchange go one at a time, to find out which of them the broker refuses."""
+        return time.monotonic() < self.careful
+
+
+class NoSuchExchange(Exception):
+    """The broker said so on a channel that asked for nothing else."""
+
+
+class Link:
+    """Connects when asked, at most once at a time, and again after a failure not before a short, growing pause."""
+
+    def __init__(self, url: str, context: ssl.SSLContext | None, recheck: float) -> None:
+        self._url = url
+        self._context = context
+        self._recheck = recheck
+        self._connection: AbstractConnection | None = None
+        self._connecting: asyncio.Task[AbstractConnection] | None = None
+        self._not_before = 0.0
+        self._backoff = BACKOFF_FIRST_SECONDS
+        self._lines: dict[str, Line] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.last_error = ""
+
+    async def connection(self) -> AbstractConnection:
+        """The open connection; raises what connecting raised. Bound it with a deadline of your own."""
+        found = self._connection
+        if found is not None and not found.is_closed:
+            return found
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect())
+            self._connecting.add_done_callback(_read)
+        return await asyncio.shield(self._connecting)
+
+    async def line(self, name: str) -> Line:
+        """The open channel of an exchange that exists; NoSuchExchange when the broker denies it."""
+        line = self._lines.get(name)
+        if line is None:
+            if len(self._lines) >= EXCHANGES_MAX:
+                raise RuntimeError(f"more than {EXCHANGES_MAX} exchanges")
+            line = self._lines[name] = Line()
+        async with line.opening:
+            now = time.monotonic()
+            if line.channel is not None and not line.channel.is_closed and now - line.checked < self._recheck:
+                return line
+            await self.require(name)
+            line.checked = time.monotonic()
+            if line.channel is None or line.channel.is_closed:
+                connection = await self.connection()
+                channel = connection.channel(publisher_confirms=True, on_return_raises=True)
+                await channel.initialize(timeout=CHANNEL_SECONDS)
+                line.channel = channel
+                line.exchange = await channel.get_exchange(name, ensure=False) if name else channel.default_exchange
+        return line
+
+    async def require(self, name: str) -> None:
+        """Asks for one exchange on a channel of its own, which the broker closes when there is none."""
+        if not name:
+            return
+        connection = await self.connection()
+        channel = connection.channel(publisher_confirms=False)
+        await channel.initialize(timeout=CHANNEL_SECONDS)
+        try:
+            await channel.get_exchange(name, ensure=True)
+        except aiormq.exceptions.ChannelNotFoundEntity:
+            raise NoSuchExchange(name) from None
+        finally:
+            if not channel.is_closed:
+                await channel.close()
+
+    def forget(self, name: str) -> None:
+        """The next use of this exchange asks the broker again."""
+        line = self._lines.get(name)
+        if line is not None:
+            line.checked = 0.0
+
+    def suspect(self, name: str) -> None:
+        """Events of this exchange go one at a time for a minute."""
+        self._lines[name].careful = time.monotonic() + CAREFUL_SECONDS
+
+    def drop(self) -> None:
+        """Forgets the connection; the next use makes a new one. Leaving the old one happens beside."""
+        found, self._connection = self._connection, None
+        for line in self._lines.values():
+            line.channel = None
+        if found is not None:
+            task = asyncio.create_task(leave(found))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def close(self) -> None:
+        """Leaves the broker within two seconds, or without its answer."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        found, self._connection = self._connection, None
+        if found is not None:
+            await leave(found)
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=LEAVE_SECONDS)
+
+    async def _connect(self) -> AbstractConnection:
+        await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                made = await aio_pika.connect(self._url, ssl_context=self._context)
+        except Exception as error:
+            self.last_error = type(error).__name__
+            self._not_before = time.monotonic() + self._backoff * random.uniform(0.5, 1.0)
+            self._backoff = min(BACKOFF_MAX_SECONDS, self._backoff * 2)
+            raise
+        self._backoff = BACKOFF_FIRST_SECONDS
+        self._connection = made
+        for line in self._lines.values():
+            line.channel = None
+            line.checked = 0.0
+        return made
+
+
+async def leave(connection: AbstractConnection) -> None:
+    """Closes in order if the broker answers within two seconds."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(LEAVE_SECONDS):
+            await connection.close()
+
+
+def _read(task: asyncio.Task[AbstractConnection]) -> None:
+    """Keeps asyncio from reporting a failure that nobody waited for any longer."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,84 @@
+"""Slots: ordered shares of the outbox, leased to one relay at a time and told apart by a slot generation."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, LiteralString
+from uuid import UUID
+
+from psycopg import Connection
+
+from fencepost.relay.pages import Progress
+
+LEASE: LiteralString = """
+SELECT slot, generation, era, acked_tick, end_tick, position, surplus
+FROM fencepost.lease_slots(%(destination)s, %(owner)s, make_interval(secs => %(seconds)s))"""
+RELEASE: LiteralString = "SELECT fencepost.release_slots(%(destination)s, %(owner)s, %(slots)s)"
+
+
+@dataclass(slots=True)
+class Held:
+    """A slot of ours under one generation, with its progress and the keys that parked events hold back.
+
+    `recorded` is the acked tick that the database knows; pages without rows advance `progress` only.
+    """
+
+    generation: int
+    progress: Progress
+    recorded: int
+    keys: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+
+
+class SlotLease:
+    """The slots this relay may send from; trusted only until a monotonic deadline counted from before each round trip."""
+
+    def __init__(self, destination: str, owner: UUID, *, seconds: float) -> None:
+        self.destination = destination
+        self.owner = owner
+        self.seconds = seconds
+        self.held: dict[int, Held] = {}
+        self.era = 0
+        self._until = 0.0
+
+    def seconds_left(self) -> float:
+        """How long these slots may still be sent from; not positive when no longer."""
+        return self._until - time.monotonic()
+
+    def refresh(self, conn: Connection[Any]) -> tuple[set[int], list[int]]:
+        """Renews, takes free slots up to the fair share, forgets lost ones.
+
+        Returns the slots that are new to us (their keys must be loaded), and the surplus ones to release.
+        """
+        before = time.monotonic()
+        rows = conn.execute(
+            LEASE, {"destination": self.destination, "owner": self.owner, "seconds": self.seconds}
+        ).fetchall()
+        self._until = before + self.seconds
+        fresh: set[int] = set()
+        surplus: list[int] = []
+        kept: dict[int, Held] = {}
+        for slot, generation, era, acked, end, position, too_many in rows:
+            known = self.held.get(slot)
+            if known is not None and known.generation == generation and era == self.era:
+                kept[slot] = known
+            else:
+                kept[slot] = Held(generation, Progress(acked, end, position), acked)
+                fresh.add(slot)
+            if too_many:
+                surplus.append(slot)
+            self.era = era
+        self.held = kept
+        return fresh, surplus
+
+    def release(self, conn: Connection[Any], slots: list[int]) -> None:
+        """Hands slots back; whatever of them was acked stays acked."""
+        if slots:
+            conn.execute(RELEASE, {"destination": self.destination, "owner": self.owner, "slots": slots})
+            for slot in slots:
+                self.held.pop(slot, None)
+
+    def forget(self) -> None:
+        """Trusts nothing any more, as after a lost connection."""
+        self.held = {}
+        self._until = 0.0
