@@ -68,6 +68,7 @@ class Arrived:
     tenant: str = "t"
     operation: str = "o"
     ordering_key: str = "k"
+    id: UUID = UUID(int=7)
 
 
 def arrived(event: Event, payload: bytes | None = None) -> Arrived:

@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import psycopg
@@ -17,7 +17,7 @@ DISARM = "DELETE FROM fencepost.ticket"
 
 
 @contextmanager
-def kept(database: Database) -> Iterator[Keeper]:
+def kept(database: Database) -> Generator[Keeper]:
     keeper = Keeper(database.dsn, database.state)
     keeper.start()
     try:
@@ -91,10 +91,10 @@ def test_a_keeper_survives_the_loss_of_its_connection(database: Database) -> Non
 def test_without_a_witness_the_keeper_says_so_and_waits(database: Database, caplog: pytest.LogCaptureFixture) -> None:
     kept_back = database.state.with_name(database.state.name + ".away")
     database.state.rename(kept_back)
-    with database.connect(autocommit=True) as conn, caplog.at_level(logging.ERROR, "fencepost.keeper"):
-        with kept(database):
-            wait_for(lambda: "there is no witness" in caplog.text, 15, "the line")
-            shutil.rmtree(database.state, ignore_errors=True)
-            kept_back.rename(database.state)
-            before = seq(conn)
-            wait_for(lambda: seq(conn) > before, 20, "a beat once the witness is back")
+    caplog.set_level(logging.ERROR, "fencepost.keeper")
+    with database.connect(autocommit=True) as conn, kept(database):
+        wait_for(lambda: "there is no witness" in caplog.text, 15, "the line")
+        shutil.rmtree(database.state, ignore_errors=True)
+        kept_back.rename(database.state)
+        before = seq(conn)
+        wait_for(lambda: seq(conn) > before, 20, "a beat once the witness is back")

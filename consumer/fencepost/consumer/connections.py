@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ class Connections:
         self._closed = False
 
     @contextmanager
-    def connection(self) -> Iterator[Connection[Any]]:
+    def connection(self) -> Generator[Connection[Any], None, None]:
         """A connection outside any transaction, or Unreachable when none comes within the wait."""
         if not self._slots.acquire(timeout=self._wait_seconds):
             raise _all_in_use(self._dsn)
@@ -94,7 +94,7 @@ class AsyncConnections:
         self._closed = False
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[AsyncConnection[Any]]:
+    async def connection(self) -> AsyncGenerator[AsyncConnection[Any], None]:
         """A connection outside any transaction, or Unreachable when none comes within the wait."""
         try:
             async with asyncio.timeout(self._wait_seconds):
@@ -106,7 +106,7 @@ class AsyncConnections:
             try:
                 yield conn
             finally:
-                # Invariant: no await before the connection is closed or back, so that no cancellation can leak it.
+                # Invariant: closed, or idle and back, whatever was cancelled; never left behind inside a transaction.
                 await self._put_back(conn)
         finally:
             self._slots.release()

@@ -27,16 +27,16 @@ SELECT fencepost.dead_letter(
 
 def undecodable(tx: Connection[Any], consumer: str, delivery: Delivery, error: Undecodable) -> Handled:
     """Keeps a delivery that cannot be read, in the caller's transaction; again is the same row, counted."""
-    tx.execute(DEAD_LETTER, _undecodable(consumer, delivery, error))
-    return _handled(Outcome.UNDECODABLE, delivery, None, error.reason, error.field)
+    envelope = _envelope(delivery)
+    tx.execute(DEAD_LETTER, _undecodable(consumer, delivery, envelope, error))
+    return _handled(Outcome.UNDECODABLE, delivery, envelope, error.reason, error.field)
 
 
-async def undecodable_async(
-    tx: AsyncConnection[Any], consumer: str, delivery: Delivery, error: Undecodable
-) -> Handled:
+async def undecodable_async(tx: AsyncConnection[Any], consumer: str, delivery: Delivery, error: Undecodable) -> Handled:
     """As `undecodable`, for asyncio."""
-    await tx.execute(DEAD_LETTER, _undecodable(consumer, delivery, error))
-    return _handled(Outcome.UNDECODABLE, delivery, None, error.reason, error.field)
+    envelope = _envelope(delivery)
+    await tx.execute(DEAD_LETTER, _undecodable(consumer, delivery, envelope, error))
+    return _handled(Outcome.UNDECODABLE, delivery, envelope, error.reason, error.field)
 
 
 def handler_failed(
@@ -74,8 +74,8 @@ def describe(error: BaseException) -> str:
     return " ".join(parts)
 
 
-def _undecodable(consumer: str, delivery: Delivery, error: Undecodable) -> dict[str, object]:
-    return _values(consumer, delivery, _envelope(delivery), "undecodable", error.field, error.reason, 1)
+def _undecodable(consumer: str, delivery: Delivery, envelope: Envelope | None, error: Undecodable) -> dict[str, object]:
+    return _values(consumer, delivery, envelope, "undecodable", error.field, error.reason, 1)
 
 
 def _failed(
@@ -121,14 +121,16 @@ def _envelope(delivery: Delivery) -> Envelope | None:
 def _handled(
     outcome: Outcome, delivery: Delivery, envelope: Envelope | None, reason: str, field: str | None
 ) -> Handled:
+    if envelope is None:
+        return Handled(outcome, delivery.coordinates, reason=reason, field=field)
     return Handled(
         outcome,
         delivery.coordinates,
-        tenant=envelope and envelope.tenant,
-        operation=envelope and envelope.operation,
-        type=envelope and envelope.type,
-        version=envelope and envelope.version,
-        event_id=envelope and envelope.id,
+        tenant=envelope.tenant,
+        operation=envelope.operation,
+        type=envelope.type,
+        version=envelope.version,
+        event_id=envelope.id,
         reason=reason,
         field=field,
     )

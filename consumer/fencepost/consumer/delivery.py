@@ -20,7 +20,7 @@ from fencepost.schemas.errors import InvalidInput
 
 __all__ = ["COORDINATES_CHARS_MAX", "Delivery"]
 
-COORDINATES_CHARS_MAX = 2000
+COORDINATES_CHARS_MAX = 1500
 _MESSAGE_ID = re.compile(r"[\x21-\x7e]{1,200}\Z")
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 _NESTING_MAX = 8
@@ -120,9 +120,7 @@ class Delivery:
         if self.content_type is not None:
             found.append([":content-type", _stored(self.content_type)])
         found.extend(
-            [_stored(name), _stored(value)]
-            for name, value in self.headers
-            if _DELIVERY_HEADERS.match(name) is None
+            [_stored(name), _stored(value)] for name, value in self.headers if _DELIVERY_HEADERS.match(name) is None
         )
         return found
 

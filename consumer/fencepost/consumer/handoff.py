@@ -144,7 +144,9 @@ def _values(
     else:
         raw = content.encode(dict(args))
     if tenant is None or operation is None:
-        raise InvalidInput("args without an event need tenant and operation", field="tenant" if tenant is None else "operation")
+        raise InvalidInput(
+            "args without an event need tenant and operation", field="tenant" if tenant is None else "operation"
+        )
     if run_at is not None and run_at.utcoffset() is None:
         raise InvalidInput("run_at has no time zone", field="run_at", hint="for example datetime.now(UTC)")
     if type(priority) is not int or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:

@@ -22,7 +22,7 @@ from fencepost.schemas import content
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import Attempt, Epoch, Generation, JobClass, OperationId, Owner, Tenant, as_class
 
-__all__ = ["CLAIM", "REGISTER", "JobClassPolicy", "Job", "Mode", "Policy", "claim", "register_class"]
+__all__ = ["CLAIM", "REGISTER", "Job", "JobClassPolicy", "Mode", "Policy", "claim", "register_class"]
 
 Policy = Literal["strict", "resumable"]
 Mode = Literal["execute", "finish"]

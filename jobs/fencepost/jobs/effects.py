@@ -207,11 +207,18 @@ def request_digest(request: Mapping[str, object] | bytes) -> bytes:
     return sha256(raw).digest()
 
 
-def reconcile_command(f: Fence, effect_key: str, version: int, receipt: str | None = None) -> str:
+def reconcile_command(f: Fence, effect_key: str, version: int | None, receipt: str | None = None) -> str:
     """The command line that settles this effect once the evidence has been looked up."""
     line = [
         *("fencepost", "effects", "reconcile", "--tenant", shlex.quote(f.tenant)),
-        *("--operation", shlex.quote(f.operation), "--effect", shlex.quote(effect_key), "--version", str(version)),
+        *(
+            "--operation",
+            shlex.quote(f.operation),
+            "--effect",
+            shlex.quote(effect_key),
+            "--version",
+            "N" if version is None else str(version),
+        ),
         *("--verdict", "applied|not-applied", "--evidence-kind", "receipt_lookup", "--evidence-ref", "..."),
         f"--receipt {shlex.quote(receipt)}" if receipt is not None else "[--receipt ...]",
     ]

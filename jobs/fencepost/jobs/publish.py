@@ -7,7 +7,7 @@ Crash here: [P] before the commit nothing was published and the successor does i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, LiteralString, TypeVar
 
@@ -132,7 +132,7 @@ def published(conn: Connection[Any], f: Fence) -> bool:
 
 
 @contextmanager
-def _opened(conn_or_dsn: Connection[Any] | str) -> Iterator[Connection[Any]]:
+def _opened(conn_or_dsn: Connection[Any] | str) -> Generator[Connection[Any]]:
     if isinstance(conn_or_dsn, Connection):
         yield conn_or_dsn
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from datetime import datetime
-from typing import Any, LiteralString, cast, overload
+from typing import Any, LiteralString, overload
 from uuid import UUID
 
 from psycopg import AsyncConnection, Connection
@@ -111,7 +111,7 @@ def arguments(args: Mapping[str, object] | BaseModel) -> bytes:
     value = jsonable(args.model_dump(exclude_none=True) if isinstance(args, BaseModel) else args, "args")
     if not isinstance(value, dict):
         raise InvalidInput("args are not a JSON object", field="args", hint="give a mapping or a model")
-    return content.encode(cast(content.JsonObject, value))
+    return content.encode(value)
 
 
 def _instant(run_at: datetime | None) -> datetime | None:

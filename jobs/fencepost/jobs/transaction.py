@@ -6,7 +6,7 @@ A guard against mistakes, not against malice: authority is checked by PostgreSQL
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
@@ -35,7 +35,7 @@ class FencedCursor(Cursor[Any]):
     """A cursor whose statements can neither end the transaction nor change who it acts as."""
 
     def execute(
-        self, query: Query, params: Params | None = None, *, prepare: bool | None = None, binary: bool | None = None
+        self, query: Any, params: Params | None = None, *, prepare: bool | None = None, binary: bool | None = None
     ) -> Self:
         _inspect(query, self._conn)
         return super().execute(query, params, prepare=prepare, binary=binary)
@@ -60,7 +60,7 @@ class FencedTransaction(Connection[Any]):
 
     @classmethod
     @contextmanager
-    def over(cls, conn: Connection[Any]) -> Iterator[FencedTransaction]:
+    def over(cls, conn: Connection[Any]) -> Generator[FencedTransaction]:
         """Lends the connection's transaction for the length of the block; the connection itself must be left alone."""
         lent = cls(conn.pgconn, conn.row_factory)
         lent.prepare_threshold = None
@@ -71,7 +71,7 @@ class FencedTransaction(Connection[Any]):
         finally:
             lent._closed = True
 
-    def __del__(self, __warn: Any = None) -> None:
+    def __del__(self, *_: Any) -> None:
         """Nothing to close: the connection was only lent."""
 
     def __exit__(self, *_: object) -> None:

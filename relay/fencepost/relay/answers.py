@@ -30,7 +30,7 @@ class Answers:
     Invariant: a confirm that arrives after the future was resolved changes nothing that the caller has seen.
     """
 
-    __slots__ = ("_lock", "_open", "_outcomes", "_seal", "batch", "deadline", "future", "number")
+    __slots__ = ("_lock", "_open", "_outcomes", "_seal", "_sealed", "batch", "deadline", "future", "number")
 
     def __init__(self, number: int, batch: Sequence[Outgoing], deadline: float, seal: Seal | None = None) -> None:
         self.number = number
@@ -41,7 +41,8 @@ class Answers:
         self.future.set_running_or_notify_cancel()
         self._outcomes: list[Outcome | None] = [None] * len(batch)
         self._open = len(batch)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._sealed = not batch
         if not batch:
             self.future.set_result([])
 
@@ -53,34 +54,32 @@ class Answers:
     def answer(self, index: int, outcome: Outcome) -> bool:
         """Records the answer of one event; False when it had one, or when the caller has its list already."""
         with self._lock:
-            if self._outcomes[index] is not None or self.future.done():
+            if self._sealed or self._outcomes[index] is not None:
                 return False
             self._outcomes[index] = outcome
             self._open -= 1
-            last = self._open == 0
-        if last:
-            self._resolve()
+            if self._open:
+                return True
+            found = self._sealed_list()
+        self.future.set_result(found)
         return True
 
     def give_up(self, detail: str) -> None:
         """Everything without an answer becomes unknown, and the caller gets its list."""
+        unknown = Outcome(Answer.UNKNOWN, detail=detail)
         with self._lock:
-            if self.future.done():
+            if self._sealed:
                 return
-            for index, outcome in enumerate(self._outcomes):
-                if outcome is None:
-                    self._outcomes[index] = Outcome(Answer.UNKNOWN, detail=detail)
-            self._open = 0
-        self._resolve()
+            self._outcomes = [unknown if outcome is None else outcome for outcome in self._outcomes]
+            found = self._sealed_list()
+        self.future.set_result(found)
 
-    def _resolve(self) -> None:
-        with self._lock:
-            if self.future.done():
-                return
-            found = [outcome for outcome in self._outcomes if outcome is not None]
-            if self._seal is not None:
-                self._seal(self, found)
-            self.future.set_result(found)
+    def _sealed_list(self) -> list[Outcome]:
+        self._sealed = True
+        found = [outcome for outcome in self._outcomes if outcome is not None]
+        if self._seal is not None:
+            self._seal(self, found)
+        return found
 
 
 class StoppedKeys:
@@ -92,21 +91,28 @@ class StoppedKeys:
 
     def __init__(self) -> None:
         self._stopped: dict[Key, Answers] = {}
+        self._lock = threading.Lock()
 
     def stop(self, key: Key, answers: Answers) -> None:
         """Later events of this key are withheld until `answers` has been handed over."""
-        self._stopped[key] = answers
+        with self._lock:
+            self._stopped[key] = answers
 
     def stopped(self, key: Key) -> bool:
         """Whether an event of this key must be withheld now."""
-        by = self._stopped.get(key)
-        if by is None:
+        if not self._stopped:
             return False
-        if by.done:
-            del self._stopped[key]
-            return False
-        return True
+        with self._lock:
+            by = self._stopped.get(key)
+            if by is None:
+                return False
+            if by.done:
+                del self._stopped[key]
+                return False
+            return True
 
     def sweep(self) -> None:
         """Forgets what callers have been told."""
-        self._stopped = {key: answers for key, answers in self._stopped.items() if not answers.done}
+        with self._lock:
+            if self._stopped:
+                self._stopped = {key: answers for key, answers in self._stopped.items() if not answers.done}

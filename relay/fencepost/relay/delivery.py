@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -19,11 +19,14 @@ BACKOFF_CAP_SECONDS = 2.0
 
 @dataclass(slots=True)
 class Settled:
-    """What became of a batch; `unresolved` is empty unless delivery was told to stop or lost its lease."""
+    """What became of a batch: sequence numbers that were confirmed, and what is set aside.
+
+    `unresolved` is empty unless delivery was told to stop or its lease ran out. Events of a lost slot are in none of them.
+    """
 
     parked: list[Parking] = field(default_factory=list[Parking])
     unresolved: list[Outgoing] = field(default_factory=list[Outgoing])
-    confirmed: int = 0
+    confirmed: set[int] = field(default_factory=set[int])
     resent: int = 0
 
 
@@ -36,6 +39,7 @@ class Delivery:
         *,
         confirm_seconds: float,
         seconds_left: Callable[[], float],
+        keep: Callable[[], Container[int]],
         stop: threading.Event,
         drain_seconds: float,
         on_trouble: Callable[[str], None],
@@ -43,6 +47,7 @@ class Delivery:
         self._publisher = publisher
         self._confirm_seconds = confirm_seconds
         self._seconds_left = seconds_left
+        self._keep = keep
         self._stop = stop
         self._drain_seconds = drain_seconds
         self._on_trouble = on_trouble
@@ -50,8 +55,9 @@ class Delivery:
     def deliver(self, batch: Sequence[Outgoing]) -> Settled:
         """Settles every event of the batch (confirmed or set aside), or says which ones it could not.
 
-        Gives up when the lease is about to end, or when asked to stop and the drain time is over. Events without an
-        answer are sent again with the same bytes.
+        Renews the lease between sends and drops the events of a slot that was lost: they are its new owner's. Gives up
+        when the lease is about to end, or when asked to stop and the drain time is over. Events without an answer are
+        sent again with the same bytes.
         """
         settled = Settled()
         # Invariant: a key in `blocked` has an earlier event set aside in this batch.
@@ -64,8 +70,10 @@ class Delivery:
                 stop_at = stop_at or time.monotonic() + self._drain_seconds
                 if time.monotonic() >= stop_at:
                     break
-            wait = min(self._confirm_seconds, self._seconds_left())
-            if wait < self._confirm_seconds / 2:
+            slots = self._keep()
+            pending = [item for item in pending if item.row.slot in slots]
+            wait = self._confirm_seconds
+            if not pending or self._seconds_left() < wait:
                 break
             if stop_at is not None:
                 wait = min(wait, max(0.05, stop_at - time.monotonic()))
@@ -100,7 +108,7 @@ class Delivery:
         key = (row.tenant, row.ordering_key)
         match outcome.answer:
             case Answer.CONFIRMED:
-                settled.confirmed += 1
+                settled.confirmed.add(row.seq)
                 if key in blocked:
                     parking = settled.parked[blocked[key]]
                     settled.parked[blocked[key]] = Parking(parking.row, parking.reason, parking.detail, row.seq)

@@ -11,11 +11,12 @@ from psycopg import Connection
 from psycopg.types.json import Jsonb
 
 from fencepost.relay.publisher import Outcome, Outgoing, Publisher, Route
-from fencepost.schemas.errors import ConfigError
+from fencepost.schemas.errors import ConfigError, Unreachable
 
 REGISTER: LiteralString = """
 SELECT fencepost.register_destination(%(destination)s, %(kind)s, %(routes)s, %(accept)s)"""
 SOURCE: LiteralString = "SELECT id FROM fencepost.installation"
+KNOWN: LiteralString = "SELECT FROM fencepost.destination WHERE destination = '-'"
 ROUTES: LiteralString = "SELECT routes FROM fencepost.destination WHERE destination <> '-' ORDER BY destination"
 
 
@@ -120,7 +121,9 @@ class NoRoute:
         return _Nothing()
 
     def open(self, conn: Connection[Any], deadline: float) -> None:
-        """Reads the routes of all destinations."""
+        """Reads the routes of all destinations; raises `Unreachable` before the first of them was registered."""
+        if conn.execute(KNOWN).fetchone() is None:
+            raise Unreachable("no destination is registered yet", field="destination", hint="one is about to be")
         self.reload(conn)
 
     def close(self, deadline: float) -> None:

@@ -100,6 +100,7 @@ class KafkaPublisher:
         self._encode = encoder(source)
         self._topics = Topics({"bootstrap.servers": bootstrap, **self._options}, metadata_refresh)
         self._handing = threading.Lock()
+        self._marking = threading.Lock()
         self._stopped = StoppedKeys()
         self._unresolved: dict[int, Answers] = {}
         self._failed: dict[Key, tuple[int, int]] = {}
@@ -151,11 +152,15 @@ class KafkaPublisher:
                 self._withhold(answers, 0, "the deadline is nearer than the delivery timeout")
             else:
                 self._unresolved[answers.number] = answers
-                self._hand_over(answers, until)
+                try:
+                    self._hand_over(answers, until)
+                except Exception:
+                    LOGGER.exception("handing a batch over failed in an unexpected way; it is unknown")
+                    answers.give_up("unexpected")
         return answers.future
 
     def close(self, deadline: float) -> None:
-        """Wait for delivery reports until `deadline`, then leave; what has none becomes unknown."""
+        """Wait for delivery reports until `deadline`, then leave, in at most a few seconds; the rest becomes unknown."""
         self._accepting = False
         with self._handing:
             waiting = [answers.future for answers in self._unresolved.values()]
@@ -239,7 +244,7 @@ class KafkaPublisher:
                 return True
             except BufferError:
                 # The local queue is full: back-pressure. The serving thread makes room.
-                if time.monotonic() >= until:
+                if time.monotonic() >= until or not self._accepting:
                     return False
                 time.sleep(QUEUE_FULL_SECONDS)
             except KafkaException as error:
@@ -350,7 +355,8 @@ class KafkaPublisher:
                 answers.answer(index, CONFIRMED)
                 return
             key = key_of(answers.batch[index])
-            self._failed.setdefault(key, (answers.number, self._number))
+            with self._marking:
+                self._failed.setdefault(key, (answers.number, self._number))
             self._hold(answers, index, key, self._judge(client, answers.batch[index], over, error))
         except Exception:
             LOGGER.exception("a delivery report could not be recorded; the event stays unknown")
@@ -376,6 +382,10 @@ class KafkaPublisher:
 
     def _seal(self, answers: Answers, outcomes: list[Outcome]) -> None:
         """Marks confirmed events that an earlier, unconfirmed event of their key should have preceded."""
+        with self._marking:
+            self._mark(answers, outcomes)
+
+    def _mark(self, answers: Answers, outcomes: list[Outcome]) -> None:
         failed = self._failed
         own: set[Key] = set()
         for index, outcome in enumerate(outcomes):

@@ -20,7 +20,7 @@ from fencepost.relay.pages import PageReader, Part, Progress, newest_tick
 from fencepost.relay.publisher import Outgoing, ParkReason
 from fencepost.relay.slots import SlotLease
 from fencepost.schemas.connect import connect
-from fencepost.schemas.errors import FencepostError, NotArmed, StaleSlot, Unreachable, WitnessMismatch
+from fencepost.schemas.errors import ConfigError, FencepostError, NotArmed, StaleSlot, Unreachable, WitnessMismatch
 
 log = logging.getLogger("fencepost.relay")
 
@@ -41,6 +41,14 @@ class Pace:
     drain: float = 10.0
     batch: int = 2000
     retry: parking.RetryPolicy = field(default_factory=parking.RetryPolicy)
+
+    def __post_init__(self) -> None:
+        if self.lease <= self.confirm + self.refresh:
+            raise ConfigError(
+                "the lease is not longer than one confirm and one refresh together",
+                field="lease",
+                hint="raise the lease, or lower the confirm timeout: what is sent must be answered while the lease lasts",
+            )
 
 
 @dataclass(slots=True)
@@ -70,10 +78,12 @@ class DestinationLoop:
         self._refresh_at = 0.0
         self._reader: PageReader | None = None
         self._said = ""
+        self._conn: Connection[Any] | None = None
         self._delivery = Delivery(
             destination.publisher,
             confirm_seconds=pace.confirm,
             seconds_left=self._lease.seconds_left,
+            keep=self._keep,
             stop=stop,
             drain_seconds=pace.drain,
             on_trouble=self._trouble,
@@ -88,6 +98,8 @@ class DestinationLoop:
         while not self._stop.is_set():
             try:
                 with connect(self._dsn, autocommit=True) as conn:
+                    self._conn = conn
+                    self._reader = None
                     self.destination.open(conn, time.monotonic() + self._pace.confirm)
                     attempt = 0
                     self._serve(conn, once)
@@ -107,7 +119,7 @@ class DestinationLoop:
         self._refresh_at = 0.0
         while not self._stop.is_set():
             try:
-                self._refresh(conn)
+                self._lease.release(conn, self._refresh(conn))
                 busy = self._retry_parked(conn)
                 busy = self._step(conn) or busy
             except StaleSlot as stale:
@@ -125,10 +137,11 @@ class DestinationLoop:
             self._stop.wait(pause)
             pause = min(self._pace.poll_max, pause * 1.5)
 
-    def _refresh(self, conn: Connection[Any]) -> None:
+    def _refresh(self, conn: Connection[Any]) -> list[int]:
+        """Renews the lease when it is time; returns the slots that others should have, for when nothing is under way."""
         now = time.monotonic()
         if now < self._refresh_at:
-            return
+            return []
         self._refresh_at = now + self._pace.refresh
         era = self._lease.era
         fresh, surplus = self._lease.refresh(conn)
@@ -136,8 +149,15 @@ class DestinationLoop:
             per_slot = max(1, min(500, self._pace.batch // max(1, len(self._lease.held)) * 4))
             self._reader = PageReader(conn, self._lease.era, rows_per_slot=per_slot)
         self._load_keys(conn, fresh)
-        self._lease.release(conn, surplus)
         self.destination.reload(conn)
+        return surplus
+
+    def _keep(self) -> set[int]:
+        """The slots still ours while a batch is under way; a slot that was lost and leased anew is not."""
+        assert self._conn is not None
+        under_way = {slot: held.generation for slot, held in self._lease.held.items()}
+        self._refresh(self._conn)
+        return {s for s, held in self._lease.held.items() if under_way.get(s) == held.generation}
 
     def _load_keys(self, conn: Connection[Any], slots: set[int]) -> None:
         if slots:
@@ -165,8 +185,10 @@ class DestinationLoop:
             return True
         assert self._reader is not None
         parts = self._reader.read(open_pages)
+        generations = {part.slot: self._lease.held[part.slot].generation for part in parts}
         settled = self._publish(parts)
-        self._ack(conn, parts, settled)
+        ours = [p for p in parts if self._lease.generation(p.slot) == generations[p.slot]]
+        self._ack(conn, ours, settled)
         return True
 
     def _publish(self, parts: list[Part]) -> Settled:
@@ -192,7 +214,7 @@ class DestinationLoop:
         recorded = acks.record(conn, self._lease, parts, settled, self._pace.retry)
         self.counters.acks += recorded.rows > 0
         self.counters.pages += recorded.pages
-        self.counters.published += settled.confirmed
+        self.counters.published += len(settled.confirmed)
         self.counters.resent += settled.resent
         self.counters.parked += recorded.parked
 
@@ -213,22 +235,23 @@ class DestinationLoop:
             return False
         settled = self._delivery.deliver(batch)
         refused = {p.row.seq: (p.reason, p.detail) for p in settled.parked}
-        unresolved = {i.row.seq for i in settled.unresolved}
-        for item in sent:
-            if item.row.seq in unresolved:
+        settled_items = [i for i in sent if i.row.seq in settled.confirmed or i.row.seq in refused]
+        for item in settled_items:
+            generation = self._lease.generation(item.row.slot)
+            if generation is None:
                 continue
             parking.record_retry(
                 conn,
                 self.destination.name,
                 self.owner,
-                self._lease.held[item.row.slot].generation,
+                generation,
                 item,
                 refused=refused.get(item.row.seq),
                 policy=self._pace.retry,
             )
-            self.counters.published += item.row.seq not in refused
-        self._load_keys(conn, {i.row.slot for i in sent})
-        return len(unresolved) < len(sent)
+        self.counters.published += len(settled.confirmed)
+        self._load_keys(conn, {i.row.slot for i in settled_items} & self._lease.held.keys())
+        return bool(settled_items)
 
     def _leave(self, conn: Connection[Any]) -> None:
         self._lease.release(conn, list(self._lease.held))

@@ -81,13 +81,13 @@ class RabbitPublisher:
         self._accepting = False
         self._loop: Loop | None = None
         self._thread: threading.Thread | None = None
-        self._link = Link(self._url, context, recheck)
         # Only the loop's thread touches these.
         self._waiting: dict[Key, deque[tuple[Answers, int]]] = {}
         self._ready: deque[Key] = deque()
         self._stopped = StoppedKeys()
         self._workers: set[asyncio.Task[None]] = set()
-        self._last_confirm = 0.0
+        self._link: Link
+        self._probing: asyncio.Lock
         self._doubt = False
 
     def __repr__(self) -> str:
@@ -99,7 +99,8 @@ class RabbitPublisher:
         thread = threading.Thread(target=_run, args=(loop,), name="fencepost-rabbitmq", daemon=True)
         thread.start()
         self._loop, self._thread = loop, thread
-        self._link = Link(self._url, self._context, self._recheck)
+        self._link = Link(loop, self._url, self._context, self._recheck)
+        self._probing = asyncio.Lock()
         connecting = asyncio.run_coroutine_threadsafe(self._link.connection(), loop)
         try:
             connecting.result(timeout=max(0.0, deadline - time.monotonic()))
@@ -129,7 +130,7 @@ class RabbitPublisher:
         return answers.future
 
     def close(self, deadline: float) -> None:
-        """Wait for confirms until `deadline`, then leave; what has none becomes unknown."""
+        """Wait for confirms until `deadline`, then leave, in at most a few seconds; the rest becomes unknown."""
         with self._lock:
             self._accepting = False
             waiting = [answers.future for answers in list(self._unresolved.values())]
@@ -173,7 +174,8 @@ class RabbitPublisher:
             else:
                 queue.append((answers, index))
         loop = asyncio.get_running_loop()
-        loop.call_at(answers.deadline - MARGIN_SECONDS, answers.give_up, "no confirm by the deadline")
+        alarm = loop.call_at(answers.deadline - MARGIN_SECONDS, answers.give_up, "no confirm by the deadline")
+        answers.future.add_done_callback(lambda _: alarm.cancel())
         for _ in range(min(self._window - len(self._workers), len(self._ready))):
             worker = loop.create_task(self._work())
             self._workers.add(worker)
@@ -209,10 +211,12 @@ class RabbitPublisher:
         routing_key = event.route.routing_key.replace("{type}", event.row.type)
         if len(routing_key.encode()) > ROUTING_KEY_BYTES:
             return Outcome(Answer.REFUSED, ParkReason.UNROUTABLE, "the routing key is longer than 255 bytes")
+        line = None if self._doubt else self._link.ready(name)
         try:
-            async with asyncio.timeout_at(answers.deadline - MARGIN_SECONDS):
-                await self._settle_doubt()
-                line = await self._link.line(name)
+            if line is None:
+                async with asyncio.timeout_at(answers.deadline - MARGIN_SECONDS):
+                    await self._settle_doubt()
+                    line = await self._link.line(name)
         except NoSuchExchange:
             return Outcome(Answer.REFUSED, ParkReason.NO_SUCH_EXCHANGE, name)
         except aiormq.exceptions.ChannelAccessRefused:
@@ -222,6 +226,8 @@ class RabbitPublisher:
             return Outcome(Answer.WITHHELD, detail=f"not connected: {type(error).__name__}")
         if line.alone:
             async with line.room:
+                if answers.done:
+                    return Outcome(Answer.WITHHELD)
                 return await self._confirm(line, name, routing_key, message, answers.deadline)
         return await self._confirm(line, name, routing_key, message, answers.deadline)
 
@@ -230,7 +236,7 @@ class RabbitPublisher:
         if exchange is None or line.channel is None or line.channel.is_closed:
             return Outcome(Answer.WITHHELD, detail="the channel was closed")
         # Invariant: only an event that had the channel to itself from start to end can be blamed for its death.
-        alone = line.in_flight == 0
+        alone = line.in_flight == 0 and not line.lost
         line.in_flight += 1
         try:
             async with asyncio.timeout_at(deadline - MARGIN_SECONDS):
@@ -240,7 +246,7 @@ class RabbitPublisher:
         except aiormq.exceptions.DeliveryError:
             return Outcome(Answer.NACKED, detail="the broker could not store it")
         except TimeoutError:
-            self._doubt = True
+            self._doubt = line.lost = True
             return Outcome(Answer.UNKNOWN, detail="no confirm by the deadline")
         except aiormq.exceptions.AMQPChannelError as error:
             return await self._blame(name, error, alone and line.alone, deadline)
@@ -249,7 +255,6 @@ class RabbitPublisher:
             return Outcome(Answer.UNKNOWN, detail=type(error).__name__)
         finally:
             line.in_flight -= 1
-        self._last_confirm = time.monotonic()
         if isinstance(result, spec.Basic.Ack):
             return CONFIRMED
         return Outcome(Answer.UNKNOWN, detail=type(result).__name__)
@@ -277,14 +282,17 @@ class RabbitPublisher:
         """After a missing confirm: ask the broker something harmless; a connection that is silent is replaced."""
         if not self._doubt:
             return
-        self._doubt = False
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                await self._link.require("amq.direct")
-        except NoSuchExchange:
-            return
-        except BROKEN:
-            self._link.drop()
+        async with self._probing:
+            if not self._doubt:
+                return
+            try:
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await self._link.require("amq.direct")
+            except NoSuchExchange:
+                pass
+            except BROKEN:
+                self._link.drop()
+            self._doubt = False
 
     def _message(self, event: Outgoing) -> Message | Outcome:
         row = event.row

@@ -8,6 +8,7 @@ import logging
 import random
 import ssl
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import aio_pika
@@ -39,18 +40,28 @@ class Loop(asyncio.SelectorEventLoop):
         self._opened.append(transport)
         return transport, protocol
 
+    @property
+    def opened(self) -> list[asyncio.BaseTransport]:
+        """The transports that are open, oldest first."""
+        return [known for known in self._opened if not known.is_closing()]
+
     def drop_connections(self) -> None:
         """Ends every connection at once; what was buffered is lost."""
-        for transport in self._opened:
-            if isinstance(transport, asyncio.WriteTransport):
-                transport.abort()
+        abort(self._opened)
         self._opened.clear()
+
+
+def abort(transports: Iterable[asyncio.BaseTransport]) -> None:
+    """Ends connections without a word to the broker."""
+    for transport in transports:
+        if isinstance(transport, asyncio.WriteTransport):
+            transport.abort()
 
 
 class Line:
     """The channel of one exchange. Nothing else uses it, so when the broker closes it, this exchange is to blame."""
 
-    __slots__ = ("careful", "channel", "checked", "exchange", "in_flight", "opening", "room")
+    __slots__ = ("careful", "channel", "checked", "exchange", "in_flight", "lost", "opening", "room")
 
     def __init__(self) -> None:
         self.channel: AbstractChannel | None = None
@@ -58,6 +69,8 @@ class Line:
         self.checked = 0.0
         self.careful = 0.0
         self.in_flight = 0
+        # Invariant: true while an event without an answer may still be on this channel; then nobody can be blamed.
+        self.lost = False
         self.opening = asyncio.Lock()
         self.room = asyncio.Lock()
 
@@ -74,7 +87,8 @@ class NoSuchExchange(Exception):
 class Link:
     """Connects when asked, at most once at a time, and again after a failure not before a short, growing pause."""
 
-    def __init__(self, url: str, context: ssl.SSLContext | None, recheck: float) -> None:
+    def __init__(self, loop: Loop, url: str, context: ssl.SSLContext | None, recheck: float) -> None:
+        self._loop = loop
         self._url = url
         self._context = context
         self._recheck = recheck
@@ -84,17 +98,25 @@ class Link:
         self._backoff = BACKOFF_FIRST_SECONDS
         self._lines: dict[str, Line] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self.last_error = ""
 
     async def connection(self) -> AbstractConnection:
         """The open connection; raises what connecting raised. Bound it with a deadline of your own."""
         found = self._connection
-        if found is not None and not found.is_closed:
+        # aio-pika's `is_closed` speaks of our own close only; `connected` is cleared when the broker ends it.
+        if found is not None and found.connected.is_set() and not found.is_closed:
             return found
+        self.drop()
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(_read)
         return await asyncio.shield(self._connecting)
+
+    def ready(self, name: str) -> Line | None:
+        """The channel of an exchange, if it is open and the exchange was seen lately."""
+        line = self._lines.get(name)
+        if line is None or line.channel is None or line.channel.is_closed or (line.lost and line.alone):
+            return None
+        return line if time.monotonic() - line.checked < self._recheck else None
 
     async def line(self, name: str) -> Line:
         """The open channel of an exchange that exists; NoSuchExchange when the broker denies it."""
@@ -104,16 +126,18 @@ class Link:
                 raise RuntimeError(f"more than {EXCHANGES_MAX} exchanges")
             line = self._lines[name] = Line()
         async with line.opening:
-            now = time.monotonic()
-            if line.channel is not None and not line.channel.is_closed and now - line.checked < self._recheck:
+            if self.ready(name) is not None:
                 return line
             await self.require(name)
             line.checked = time.monotonic()
+            if line.lost and line.alone and line.channel is not None:
+                await line.channel.close()
             if line.channel is None or line.channel.is_closed:
                 connection = await self.connection()
                 channel = connection.channel(publisher_confirms=True, on_return_raises=True)
                 await channel.initialize(timeout=CHANNEL_SECONDS)
                 line.channel = channel
+                line.lost = False
                 line.exchange = await channel.get_exchange(name, ensure=False) if name else channel.default_exchange
         return line
 
@@ -148,7 +172,7 @@ class Link:
         for line in self._lines.values():
             line.channel = None
         if found is not None:
-            task = asyncio.create_task(leave(found))
+            task = asyncio.create_task(leave(found, self._loop.opened))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
@@ -158,7 +182,7 @@ class Link:
             self._connecting.cancel()
         found, self._connection = self._connection, None
         if found is not None:
-            await leave(found)
+            await leave(found, self._loop.opened)
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=LEAVE_SECONDS)
 
@@ -167,8 +191,8 @@ class Link:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 made = await aio_pika.connect(self._url, ssl_context=self._context)
-        except Exception as error:
-            self.last_error = type(error).__name__
+        except BaseException:
+            abort(self._loop.opened)
             self._not_before = time.monotonic() + self._backoff * random.uniform(0.5, 1.0)
             self._backoff = min(BACKOFF_MAX_SECONDS, self._backoff * 2)
             raise
@@ -180,11 +204,14 @@ class Link:
         return made
 
 
-async def leave(connection: AbstractConnection) -> None:
-    """Closes in order if the broker answers within two seconds."""
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(LEAVE_SECONDS):
-            await connection.close()
+async def leave(connection: AbstractConnection, transports: list[asyncio.BaseTransport]) -> None:
+    """Closes in order if the broker answers within two seconds, else drops the line: no connection is left behind."""
+    try:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await connection.close()
+    finally:
+        abort(transports)
 
 
 def _read(task: asyncio.Task[AbstractConnection]) -> None:

@@ -45,6 +45,11 @@ class SlotLease:
         """How long these slots may still be sent from; not positive when no longer."""
         return self._until - time.monotonic()
 
+    def generation(self, slot: int) -> int | None:
+        """Under which generation we hold a slot; None when we do not."""
+        held = self.held.get(slot)
+        return None if held is None else held.generation
+
     def refresh(self, conn: Connection[Any]) -> tuple[set[int], list[int]]:
         """Renews, takes free slots up to the fair share, forgets lost ones.
 

@@ -17,7 +17,7 @@ from psycopg import Connection
 
 from fencepost.schemas import arming
 from fencepost.schemas.connect import connect
-from fencepost.schemas.errors import FencepostError, NotArmed, Unreachable, WitnessMismatch
+from fencepost.schemas.errors import FencepostError, NotArmed, WitnessMismatch
 from fencepost.schemas.witness import FileWitness
 
 __all__ = ["BEAT_SECONDS", "Keeper"]
@@ -62,10 +62,8 @@ class Keeper:
                 with connect(self._dsn, autocommit=True) as conn:
                     pause = BEAT_SECONDS / 4
                     self._keep(conn)
-            except (psycopg.Error, Unreachable) as error:
-                self._tell("the witness does not beat: " + _short(error))
-            except Exception as error:
-                # A full disk or a lost file must not end the keeper: it would never come back.
+            except (psycopg.Error, FencepostError, OSError) as error:
+                # A full disk or a lost file must not end the keeper either: it would never come back.
                 self._tell("the witness does not beat: " + _short(error))
             self._stopping.wait(pause)
             pause = min(pause * 2, RECONNECT_SECONDS_MAX)

@@ -48,6 +48,9 @@ CREATE TABLE fencepost.dead_letter (
     attempts        integer NOT NULL DEFAULT 1,
     headers         jsonb NOT NULL,
     payload         bytea NOT NULL,
+    content         bytea NOT NULL CHECK (octet_length(content) = 32),
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
-    UNIQUE (consumer, coordinates, reason)
+    UNIQUE (consumer, coordinates, reason, content)
 );
+COMMENT ON COLUMN fencepost.dead_letter.content IS
+  'sha256 over headers and payload: coordinates that a sender reuses never hide one content behind another.';

@@ -1,24 +1,26 @@
--- Length-prefixed parts under a domain tag, hashed; the first byte of the result names the algorithm (1 = sha256).
-CREATE OR REPLACE FUNCTION fencepost._bind(VARIADIC p_parts text[])
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
-SET search_path = pg_catalog, pg_temp AS $$
-    SELECT '\x01'::bytea || sha256(string_agg(int4send(octet_length(b)) || b, ''::bytea ORDER BY i))
-    FROM (SELECT convert_to(p, 'UTF8') AS b, i FROM unnest(p_parts) WITH ORDINALITY AS u (p, i)) AS parts
+-- One part of a digest: its length in four bytes, then the part; no two lists of parts look alike.
+CREATE OR REPLACE FUNCTION fencepost._part(p_part text)
+RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+    SELECT int4send(octet_length(convert_to(p_part, 'UTF8'))) || convert_to(p_part, 'UTF8')
 $$;
 
--- Same operation, type, version and content: the same meaning, whatever the epoch.
+-- Same operation, type, version and content: the same meaning, whatever the epoch. The first byte names the algorithm
+-- (1 = sha256), the first part the use.
 CREATE OR REPLACE FUNCTION fencepost.meaning(p_tenant text, p_operation text, p_type text, p_version integer, p_binding text)
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
-SET search_path = pg_catalog, pg_temp AS $$
-    SELECT fencepost._bind('fencepost.meaning.v1', p_tenant, p_operation, p_type, p_version::text, p_binding)
+RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+    SELECT '\x01'::bytea || sha256(
+        fencepost._part('fencepost.meaning.v1') || fencepost._part(p_tenant) || fencepost._part(p_operation)
+        || fencepost._part(p_type) || fencepost._part(p_version::text) || fencepost._part(p_binding))
 $$;
 
 -- The meaning under an epoch.
 CREATE OR REPLACE FUNCTION fencepost.digest(
     p_tenant text, p_operation text, p_type text, p_version integer, p_epoch bigint, p_binding text)
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
-SET search_path = pg_catalog, pg_temp AS $$
-    SELECT fencepost._bind('fencepost.digest.v1', p_tenant, p_operation, p_type, p_version::text, p_epoch::text, p_binding)
+RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+    SELECT '\x01'::bytea || sha256(
+        fencepost._part('fencepost.digest.v1') || fencepost._part(p_tenant) || fencepost._part(p_operation)
+        || fencepost._part(p_type) || fencepost._part(p_version::text) || fencepost._part(p_epoch::text)
+        || fencepost._part(p_binding))
 $$;
 
 -- Refuses a content binding that is neither a canonical content hash nor a reference.

@@ -16,8 +16,19 @@ BEGIN
     PERFORM fencepost._require_identity('operation', p_operation);
     PERFORM fencepost._require_identity('type', p_type);
     PERFORM fencepost._require_binding(p_binding);
-    IF p_coordinates IS NULL OR p_coordinates = '' THEN
-        PERFORM fencepost._refuse('ZF003', 'coordinates are empty', 'coordinates', 'name broker, place and message');
+    PERFORM fencepost._require_coordinates(p_coordinates);
+    IF p_version IS NULL OR p_version NOT BETWEEN 1 AND 32767 THEN
+        PERFORM fencepost._refuse('ZF003', 'version is not between 1 and 32767', 'version', NULL);
+    ELSIF p_event_id IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'event_id is null', 'event_id', 'pass the id that the event arrived with');
+    ELSIF p_source IS NULL OR p_source = '' OR length(p_source) > 200 THEN
+        PERFORM fencepost._refuse('ZF003', 'source is empty or longer than 200 characters', 'source', NULL);
+    ELSIF p_epoch IS NULL OR p_epoch < 0 THEN
+        PERFORM fencepost._refuse('ZF003', 'epoch is null or negative', 'epoch', 'pass the epoch that the event arrived with');
+    ELSIF p_event_time IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'event_time is null', 'event_time', 'pass the time that the event arrived with');
+    ELSIF p_headers IS NULL OR p_payload IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'a conflict must be able to keep them');
     END IF;
     v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
     other_epoch := false;

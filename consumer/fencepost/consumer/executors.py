@@ -1,0 +1,79 @@
+"""Where attempts run: sync handlers in a bounded pool of threads, async handlers in one event loop of their own.
+
+Either way an attempt becomes a future, so that a loop which must not block never waits for a handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from fencepost.consumer.delivery import Delivery
+from fencepost.consumer.inbox import AsyncInbox, Inbox
+from fencepost.consumer.outcomes import Handled
+from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries
+
+__all__ = ["Attempts", "EventLoop", "Threads", "attempts"]
+
+END_SECONDS = 10.0
+
+
+class Threads:
+    """Sync handlers: each attempt in a thread of a bounded pool."""
+
+    def __init__(self, inbox: Inbox[Any], dsn: str, options: RunnerOptions) -> None:
+        self._handling = Handling(inbox, dsn, options)
+        self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="fencepost-consumer")
+
+    def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
+        """Starts one attempt."""
+        return self._pool.submit(self._handling.attempt, delivery, tries)
+
+    def close(self) -> None:
+        """Starts nothing more; an attempt that still runs ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._handling.close()
+
+
+class EventLoop:
+    """Async handlers: all of them in one event loop, in a thread of its own."""
+
+    def __init__(self, inbox: AsyncInbox[Any], dsn: str, options: RunnerOptions) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fencepost-consumer", daemon=True)
+        self._thread.start()
+        self._handling = asyncio.run_coroutine_threadsafe(self._make(inbox, dsn, options), self._loop).result(5)
+
+    @staticmethod
+    async def _make(inbox: AsyncInbox[Any], dsn: str, options: RunnerOptions) -> AsyncHandling:
+        return AsyncHandling(inbox, dsn, options)
+
+    def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
+        """Starts one attempt."""
+        return asyncio.run_coroutine_threadsafe(self._handling.attempt(delivery, tries), self._loop)
+
+    def close(self) -> None:
+        """Cancels what still runs, which rolls back, and ends the loop."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(END_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_SECONDS)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._handling.close()
+
+
+Attempts = Threads | EventLoop
+
+
+def attempts(inbox: Inbox[Any] | AsyncInbox[Any], dsn: str, options: RunnerOptions) -> Attempts:
+    """The right one for this inbox."""
+    if isinstance(inbox, AsyncInbox):
+        return EventLoop(inbox, dsn, options)
+    return Threads(inbox, dsn, options)

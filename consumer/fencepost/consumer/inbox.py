@@ -1,0 +1,321 @@
+"""One committed handling of every operation, whatever the broker delivers.
+
+    @inbox(consumer="report-analysis")
+    def on_accepted(tx, event: ReportAccepted) -> None:
+        tx.execute(...)                              # domain change
+        handoff.submit(tx, "report.analyse", event)  # same commit
+
+``handle`` opens the transaction, reserves, runs the handler if the operation is new, and commits; only when it
+returns may the delivery be acknowledged. Raised errors mean that nothing was committed, or that it is not known: the
+delivery has to come again, and the reservation tells which of the two it was.
+
+Crash here (I1): after the commit, before the acknowledgement. The delivery comes again and is a duplicate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Generic, LiteralString, Protocol, TypeVar, assert_never, cast, overload
+
+import psycopg
+from psycopg import AsyncConnection, Connection, IsolationLevel
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+
+from fencepost.consumer import dead_letters
+from fencepost.consumer.connections import AsyncConnections, AsyncPool, Connections, Pool
+from fencepost.consumer.delivery import Delivery
+from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved
+from fencepost.consumer.reading import Arrived, Reading
+from fencepost.consumer.reservation import reserve_in, reserve_in_async
+from fencepost.schemas.envelope import Envelope
+from fencepost.schemas.errors import CommitWasRollback, ConfigError, Undecodable, Unreachable, WrongTransaction
+from fencepost.schemas.identity import as_consumer
+
+__all__ = ["AsyncInbox", "Inbox", "inbox"]
+
+TRIES_MAX = 5
+WAIT_SECONDS = 5.0
+BACKOFF_SECONDS = 0.05
+
+LOCK_TIMEOUT: LiteralString = "SELECT set_config('lock_timeout', %(wait)s, true)"
+LOCK_TIMEOUT_AS_BEFORE: LiteralString = "SET LOCAL lock_timeout TO DEFAULT"
+SAME_TRANSACTION: LiteralString = "SELECT pg_current_xact_id_if_assigned()::text"
+ISOLATION: dict[IsolationLevel, LiteralString] = {
+    IsolationLevel.READ_UNCOMMITTED: "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED",
+    IsolationLevel.READ_COMMITTED: "SET TRANSACTION ISOLATION LEVEL READ COMMITTED",
+    IsolationLevel.REPEATABLE_READ: "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ",
+    IsolationLevel.SERIALIZABLE: "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE",
+}
+
+E = TypeVar("E")
+H = TypeVar("H", bound=Callable[..., object])
+
+
+class _Inbox(Generic[H]):
+    """What sync and async inboxes have in common: the handler, how it is fed, and the rules of a transaction."""
+
+    def __init__(self, handler: H, consumer: str, wait_seconds: float, isolation: IsolationLevel | None) -> None:
+        if not 0.001 <= wait_seconds <= 3600:
+            raise ConfigError("wait_seconds is not between 0.001 and 3600", field="wait_seconds")
+        self.consumer: str = as_consumer(consumer)
+        self.handler = handler
+        self.wait_seconds = wait_seconds
+        self.isolation = isolation
+        self.reading = Reading.of(handler)
+        self.__doc__ = handler.__doc__
+        self.__name__ = getattr(handler, "__name__", type(handler).__name__)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.__name__}, consumer={self.consumer!r})"
+
+    @property
+    def _wait(self) -> dict[str, str]:
+        return {"wait": f"{round(self.wait_seconds * 1000)}ms"}
+
+    def _busy(self, arrived: Arrived) -> Busy:
+        return Busy(
+            f"another copy of {arrived.envelope.type} {arrived.envelope.id} is being handled",
+            field="operation",
+            hint="deliver it again later",
+        )
+
+    def _require_idle(self, conn: Connection[Any] | AsyncConnection[Any]) -> None:
+        if conn.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
+            raise WrongTransaction(
+                "the connection is inside a transaction, and handle commits its own",
+                field="subtransaction",
+                hint="give an idle connection, or own the transaction and use reserve_in",
+            )
+
+    def _require_alive(self, conn: Connection[Any] | AsyncConnection[Any]) -> None:
+        """Invariant: a transaction in which an error was swallowed is never reported as committed."""
+        match conn.info.transaction_status:
+            case TransactionStatus.INTRANS:
+                return
+            case TransactionStatus.INERROR:
+                raise _rolled_back("a database error was swallowed", "let it propagate, or wrap it in tx.transaction()")
+            case _:
+                raise _ended()
+
+    def _handled(self, outcome: Outcome, arrived: Arrived, delivery: Delivery, reservation: Reservation) -> Handled:
+        envelope = arrived.envelope
+        return Handled(
+            outcome,
+            delivery.coordinates,
+            reservation.arrivals,
+            reservation.other_epoch,
+            envelope.tenant,
+            envelope.operation,
+            envelope.type,
+            envelope.version,
+            envelope.id,
+        )
+
+
+class Inbox(_Inbox[Callable[[Connection[Any], E], object]], Generic[E]):
+    """A handler that runs once per committed reservation. Calling it runs the bare handler, as a test may want."""
+
+    def __call__(self, tx: Connection[Any], event: E) -> None:
+        self.handler(tx, event)
+
+    def handle(self, database: str | Connection[Any] | Pool, delivery: Delivery) -> Handled:
+        """Handles one delivery in a transaction of its own; the result is committed when this returns.
+
+        ``database`` is a connection string, an idle connection, or a pool. Serialization failures, deadlocks and lost
+        connections are repeated as a whole, at most 5 times (a lost connection only with a string or a pool).
+        Raises what the handler raised, after rolling back; CommitWasRollback when the handler swallowed a database
+        error; Busy when another copy is still being handled after ``wait_seconds``; Unreachable.
+        """
+        try:
+            arrived = self.reading.read(delivery)
+        except Undecodable as error:
+            with _open(database) as conn:
+                self._require_idle(conn)
+                with conn.transaction():
+                    return dead_letters.undecodable(conn, self.consumer, delivery, error)
+        for tries in range(1, TRIES_MAX):
+            try:
+                with _open(database) as conn:
+                    return self._once(conn, delivery, arrived)
+            except (psycopg.OperationalError, Unreachable) as error:
+                if not _repeatable(error, database):
+                    raise
+            time.sleep(_backoff(tries))
+        with _open(database) as conn:
+            return self._once(conn, delivery, arrived)
+
+    def reserve_in(self, tx: Connection[Any], envelope: Envelope, coordinates: str) -> Reservation:
+        """`fencepost.consumer.reservation.reserve_in` for this consumer; never commits, runs no handler."""
+        return reserve_in(tx, self.consumer, envelope, coordinates)
+
+    def _once(self, conn: Connection[Any], delivery: Delivery, arrived: Arrived) -> Handled:
+        self._require_idle(conn)
+        with conn.transaction():
+            if self.isolation is not None:
+                conn.execute(ISOLATION[self.isolation])
+            conn.execute(LOCK_TIMEOUT, self._wait)
+            try:
+                reservation = reserve_in(
+                    conn, self.consumer, arrived.envelope, delivery.coordinates, headers=delivery.stored_headers()
+                )
+            except psycopg.errors.LockNotAvailable:
+                raise self._busy(arrived) from None
+            match reservation.outcome:
+                case Reserved.RESERVED:
+                    conn.execute(LOCK_TIMEOUT_AS_BEFORE)
+                    self.handler(conn, cast(E, arrived.argument))
+                    self._require_alive(conn)
+                    with conn.cursor(row_factory=tuple_row) as cursor:
+                        row = cursor.execute(SAME_TRANSACTION).fetchone()
+                    if row is None or row[0] != reservation.transaction:
+                        raise _ended()
+                    outcome = Outcome.HANDLED
+                case Reserved.DUPLICATE:
+                    outcome = Outcome.DUPLICATE
+                case Reserved.CONFLICT:
+                    outcome = Outcome.CONFLICT
+                case _:
+                    assert_never(reservation.outcome)
+        return self._handled(outcome, arrived, delivery, reservation)
+
+
+class AsyncInbox(_Inbox[Callable[[AsyncConnection[Any], E], Awaitable[object]]], Generic[E]):
+    """As `Inbox`, for asyncio."""
+
+    async def __call__(self, tx: AsyncConnection[Any], event: E) -> None:
+        await self.handler(tx, event)
+
+    async def handle(self, database: str | AsyncConnection[Any] | AsyncPool, delivery: Delivery) -> Handled:
+        """As `Inbox.handle`. Cancelled during the commit, the outcome is not known: deliver again."""
+        try:
+            arrived = self.reading.read(delivery)
+        except Undecodable as error:
+            async with _open_async(database) as conn:
+                self._require_idle(conn)
+                async with conn.transaction():
+                    return await dead_letters.undecodable_async(conn, self.consumer, delivery, error)
+        for tries in range(1, TRIES_MAX):
+            try:
+                async with _open_async(database) as conn:
+                    return await self._once(conn, delivery, arrived)
+            except (psycopg.OperationalError, Unreachable) as error:
+                if not _repeatable(error, database):
+                    raise
+            await asyncio.sleep(_backoff(tries))
+        async with _open_async(database) as conn:
+            return await self._once(conn, delivery, arrived)
+
+    async def reserve_in(self, tx: AsyncConnection[Any], envelope: Envelope, coordinates: str) -> Reservation:
+        """As `Inbox.reserve_in`."""
+        return await reserve_in_async(tx, self.consumer, envelope, coordinates)
+
+    async def _once(self, conn: AsyncConnection[Any], delivery: Delivery, arrived: Arrived) -> Handled:
+        self._require_idle(conn)
+        async with conn.transaction():
+            if self.isolation is not None:
+                await conn.execute(ISOLATION[self.isolation])
+            await conn.execute(LOCK_TIMEOUT, self._wait)
+            try:
+                reservation = await reserve_in_async(
+                    conn, self.consumer, arrived.envelope, delivery.coordinates, headers=delivery.stored_headers()
+                )
+            except psycopg.errors.LockNotAvailable:
+                raise self._busy(arrived) from None
+            match reservation.outcome:
+                case Reserved.RESERVED:
+                    await conn.execute(LOCK_TIMEOUT_AS_BEFORE)
+                    await self.handler(conn, cast(E, arrived.argument))
+                    self._require_alive(conn)
+                    async with conn.cursor(row_factory=tuple_row) as cursor:
+                        row = await (await cursor.execute(SAME_TRANSACTION)).fetchone()
+                    if row is None or row[0] != reservation.transaction:
+                        raise _ended()
+                    outcome = Outcome.HANDLED
+                case Reserved.DUPLICATE:
+                    outcome = Outcome.DUPLICATE
+                case Reserved.CONFLICT:
+                    outcome = Outcome.CONFLICT
+                case _:
+                    assert_never(reservation.outcome)
+        return self._handled(outcome, arrived, delivery, reservation)
+
+
+class _Decorator(Protocol):
+    @overload
+    def __call__(self, handler: Callable[[AsyncConnection[Any], E], Awaitable[None]], /) -> AsyncInbox[E]: ...
+    @overload
+    def __call__(self, handler: Callable[[Connection[Any], E], None], /) -> Inbox[E]: ...
+
+
+def inbox(*, consumer: str, wait_seconds: float = WAIT_SECONDS, isolation: IsolationLevel | None = None) -> _Decorator:
+    """Makes a handler ``(tx, event)`` an inbox: it runs at most once committed per tenant, operation and type.
+
+    ``consumer`` names whose reservation it is; another consumer handles the same events on its own. ``wait_seconds``
+    bounds the wait for a concurrent copy. ``isolation`` is that of the handler's transaction, else the connection's.
+    A coroutine function becomes an `AsyncInbox`, any other an `Inbox`. Raises ConfigError for a handler whose event
+    cannot be told from its annotation.
+    """
+
+    def decorate(handler: Callable[[Any, Any], Any], /) -> Any:
+        if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "__call__", None)):  # noqa: B004
+            return AsyncInbox[Any](handler, consumer, wait_seconds, isolation)
+        return Inbox[Any](handler, consumer, wait_seconds, isolation)
+
+    return decorate
+
+
+@contextmanager
+def _open(database: str | Connection[Any] | Pool) -> Generator[Connection[Any], None, None]:
+    if isinstance(database, Connection):
+        yield database
+        return
+    own = Connections(database) if isinstance(database, str) else None
+    try:
+        with cast(Pool, own or database).connection() as conn:
+            yield conn
+    finally:
+        if own is not None:
+            own.close()
+
+
+@asynccontextmanager
+async def _open_async(database: str | AsyncConnection[Any] | AsyncPool) -> AsyncGenerator[AsyncConnection[Any], None]:
+    if isinstance(database, AsyncConnection):
+        yield database
+        return
+    own = AsyncConnections(database) if isinstance(database, str) else None
+    try:
+        async with cast(AsyncPool, own or database).connection() as conn:
+            yield conn
+    finally:
+        if own is not None:
+            await own.close()
+
+
+def _repeatable(error: psycopg.OperationalError | Unreachable, database: object) -> bool:
+    """Whether the whole transaction may run again now: it certainly left nothing, or the reservation will tell."""
+    if isinstance(error, Unreachable):
+        return True
+    if error.sqlstate is not None and not error.sqlstate.startswith(("08", "57P")):
+        return error.sqlstate in ("40001", "40P01")
+    return not isinstance(database, Connection | AsyncConnection)
+
+
+def _backoff(tries: int) -> float:
+    return BACKOFF_SECONDS * (1 << tries - 1) * random.uniform(0.5, 1.5)
+
+
+def _ended() -> CommitWasRollback:
+    return _rolled_back(
+        "the handler ended the transaction", "the inbox commits; do not commit or roll back in a handler"
+    )
+
+
+def _rolled_back(what: str, hint: str) -> CommitWasRollback:
+    return CommitWasRollback(f"{what}, so nothing can be reported as committed", field="handler", hint=hint)

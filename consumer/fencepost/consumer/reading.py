@@ -1,0 +1,107 @@
+"""What a handler asks for, read from its signature, and how a delivery becomes just that.
+
+A handler takes ``(tx, event)``. The annotation of the second argument decides: a class of events (or a union of them)
+accepts those only, ``Event`` or nothing accepts every declared event, ``Envelope`` takes what arrived unparsed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from fencepost.consumer.delivery import Delivery
+from fencepost.schemas.envelope import Envelope
+from fencepost.schemas.errors import ConfigError, Undecodable
+from fencepost.schemas.event import Event, registry
+
+__all__ = ["Arrived", "Reading"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A delivery that could be read: its envelope with a verified digest, and what the handler is given."""
+
+    envelope: Envelope
+    argument: Event | Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How deliveries are read for one handler; ``classes`` is empty for every declared event."""
+
+    classes: tuple[type[Event], ...]
+    raw: bool
+
+    @classmethod
+    def of(cls, handler: Callable[..., object]) -> Reading:
+        """From the annotation of the handler's second argument, or ConfigError."""
+        parameters = list(inspect.signature(handler).parameters.values())
+        if len(parameters) < 2 or any(p.default is p.empty for p in parameters[2:] if p.kind not in _VARIABLE):
+            raise ConfigError(
+                "a handler takes (tx, event)", field="handler", hint="def handler(tx, event: MyEvent): ..."
+            )
+        annotation = parameters[1].annotation
+        if annotation is inspect.Parameter.empty:
+            return cls((), raw=False)
+        return cls._accepting(_resolved(handler, annotation))
+
+    @classmethod
+    def _accepting(cls, annotation: object) -> Reading:
+        if annotation is Envelope:
+            return cls((), raw=True)
+        if annotation is Event or annotation is Any:
+            return cls((), raw=False)
+        union = isinstance(annotation, UnionType) or get_origin(annotation) is Union
+        classes = get_args(annotation) if union else (annotation,)
+        if not all(isinstance(each, type) and issubclass(each, Event) and each.event_type for each in classes):
+            raise ConfigError(
+                "the second argument of a handler is neither an event with type and version nor Envelope",
+                field="handler",
+                hint="annotate it with a class of events, a union of them, Event, or Envelope",
+            )
+        return cls(cast(tuple[type[Event], ...], tuple(classes)), raw=False)
+
+    def read(self, delivery: Delivery) -> Arrived:
+        """Envelope, digest, then content; Undecodable at the first that fails."""
+        envelope = delivery.envelope()
+        envelope.verify()
+        if self.raw:
+            return Arrived(envelope, envelope)
+        if not self.classes:
+            return Arrived(envelope, registry.parse(envelope))
+        return Arrived(envelope, self._class_of(envelope).parse(envelope))
+
+    def _class_of(self, envelope: Envelope) -> type[Event]:
+        of_type = [each for each in self.classes if each.event_type == envelope.type]
+        if not of_type:
+            raise Undecodable("the handler does not take this type", reason="unknown_type", field="type")
+        for each in of_type:
+            if each.event_version == envelope.version:
+                return each
+        raise Undecodable("the handler does not take this version", reason="unknown_version", field="version")
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _resolved(handler: Callable[..., object], annotation: object) -> object:
+    """Only this annotation is resolved: others may name what exists for type checkers alone."""
+    if not isinstance(annotation, str):
+        return annotation
+    function = inspect.unwrap(handler)
+    names: dict[str, object] = dict(getattr(function, "__globals__", {}))
+    try:
+        names |= inspect.getclosurevars(function).nonlocals
+    except TypeError:
+        pass
+    try:
+        return get_type_hints(SimpleNamespace(__annotations__={"event": annotation}), globalns=names)["event"]
+    except NameError as error:
+        raise ConfigError(
+            f"the handler's annotation names {error.name}, which cannot be found",
+            field="handler",
+            hint="declare the event at the level of the module",
+        ) from None

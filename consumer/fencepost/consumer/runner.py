@@ -1,0 +1,195 @@
+"""What every runner does with one delivery: handle it, and decide on a failure between trying again and setting aside.
+
+A failure of the handler counts; after ``max_attempts`` the delivery becomes a dead letter and its queue goes on.
+What is not the handler's fault never counts: a database that cannot be reached, a copy handled elsewhere, a lost
+serialization race. Those are tried again for as long as it takes, with capped backoff, and nothing is acknowledged.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from fencepost.consumer import dead_letters
+from fencepost.consumer.connections import AsyncConnections, Connections
+from fencepost.consumer.delivery import Delivery
+from fencepost.consumer.inbox import AsyncInbox, Inbox
+from fencepost.consumer.outcomes import Handled, Outcome
+from fencepost.schemas.errors import ConfigError, NotDispatched
+
+__all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries"]
+
+log = logging.getLogger("fencepost.consumer")
+
+# 08 connection, 40 rollback for concurrency, 53 resources, 55P03 lock not available, 57P the server goes or is not up.
+_NOT_THE_HANDLERS_FAULT = ("08", "40001", "40P01", "53", "55P03", "57P")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """Limits of a runner; times are in seconds.
+
+    concurrency: handlers, and database connections, at the same time. max_attempts: failures of a handler before the
+    delivery is set aside. backoff_base doubles with every try up to backoff_max, with jitter. drain_seconds: how long
+    running handlers may take after a stop. start_seconds: how long broker and database may be missing at the start.
+    """
+
+    concurrency: int = 4
+    max_attempts: int = 5
+    backoff_base: float = 0.2
+    backoff_max: float = 30.0
+    drain_seconds: float = 25.0
+    start_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.concurrency <= 256:
+            raise ConfigError("concurrency is not between 1 and 256", field="concurrency")
+        if not 1 <= self.max_attempts <= 1000:
+            raise ConfigError("max_attempts is not between 1 and 1000", field="max_attempts")
+        if not 0 < self.backoff_base <= self.backoff_max <= 3600:
+            raise ConfigError(
+                "backoff_base is not between 0 and backoff_max, or that above an hour", field="backoff_base"
+            )
+        for name in ("drain_seconds", "start_seconds"):
+            if not 0 <= getattr(self, name) <= 3600:
+                raise ConfigError(f"{name} is not between 0 and 3600", field=name)
+
+    def backoff(self, tries: int) -> float:
+        """Seconds before the next try after ``tries`` failed ones."""
+        return min(self.backoff_max, self.backoff_base * (1 << min(tries - 1, 20))) * random.uniform(0.75, 1.25)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Nothing was committed: try the same delivery again after ``seconds``."""
+
+    seconds: float
+
+
+class Tries:
+    """How often one delivery was tried in this process, and how often its handler was to blame."""
+
+    def __init__(self, options: RunnerOptions) -> None:
+        self._options = options
+        self.tries = 0
+        self.failures = 0
+
+    def failed(self, error: Exception, delivery: Delivery) -> Again | None:
+        """When to try again, or None when the handler has failed as often as allowed. Logs ids and reason only."""
+        self.tries += 1
+        counted = not _transient(error)
+        self.failures += counted
+        reason = dead_letters.describe(error)
+        if counted and self.failures >= self._options.max_attempts:
+            log.error(
+                "%s: handler failed %d times, set aside: %s at %s",
+                delivery.coordinates,
+                self.failures,
+                reason,
+                _place(error),
+            )
+            return None
+        again = Again(self._options.backoff(self.tries))
+        log.warning(
+            "%s: not handled (%s, try %d), again in %.1f s: %s at %s",
+            delivery.coordinates,
+            f"failure {self.failures} of {self._options.max_attempts}" if counted else "not the handler's fault",
+            self.tries,
+            again.seconds,
+            reason,
+            _place(error),
+        )
+        return again
+
+
+class Handling:
+    """One sync inbox with the connections its handlers use; for threads."""
+
+    def __init__(self, inbox: Inbox[Any], dsn: str, options: RunnerOptions) -> None:
+        self._inbox = inbox
+        self._connections = Connections(dsn, limit=options.concurrency)
+
+    def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
+        """Tries once. `Handled` is committed and may be acknowledged; after `Again` nothing may."""
+        try:
+            return _told(self._inbox.handle(self._connections, delivery))
+        except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
+            if (again := tries.failed(error, delivery)) is not None:
+                return again
+            failure = error
+        try:
+            with self._connections.connection() as conn, conn.transaction():
+                return dead_letters.handler_failed(conn, self._inbox.consumer, delivery, failure, tries.failures)
+        except (psycopg.Error, NotDispatched) as error:
+            return _unrecorded(error, delivery)
+
+    def close(self) -> None:
+        """Closes idle connections."""
+        self._connections.close()
+
+
+class AsyncHandling:
+    """As `Handling`, for asyncio."""
+
+    def __init__(self, inbox: AsyncInbox[Any], dsn: str, options: RunnerOptions) -> None:
+        self._inbox = inbox
+        self._connections = AsyncConnections(dsn, limit=options.concurrency)
+
+    async def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
+        """As `Handling.attempt`."""
+        try:
+            return _told(await self._inbox.handle(self._connections, delivery))
+        except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
+            if (again := tries.failed(error, delivery)) is not None:
+                return again
+            failure = error
+        try:
+            async with self._connections.connection() as conn, conn.transaction():
+                return await dead_letters.handler_failed_async(
+                    conn, self._inbox.consumer, delivery, failure, tries.failures
+                )
+        except (psycopg.Error, NotDispatched) as error:
+            return _unrecorded(error, delivery)
+
+    async def close(self) -> None:
+        """Closes idle connections."""
+        await self._connections.close()
+
+
+def _transient(error: Exception) -> bool:
+    if isinstance(error, NotDispatched):
+        return True
+    if isinstance(error, psycopg.OperationalError):
+        return error.sqlstate is None or error.sqlstate.startswith(_NOT_THE_HANDLERS_FAULT)
+    return False
+
+
+def _told(handled: Handled) -> Handled:
+    level = logging.WARNING if handled.outcome in (Outcome.CONFLICT, Outcome.UNDECODABLE) else logging.DEBUG
+    log.log(
+        level,
+        "%s: %s event=%s reason=%s field=%s arrivals=%d",
+        handled.coordinates,
+        handled.outcome,
+        handled.event_id,
+        handled.reason,
+        handled.field,
+        handled.arrivals,
+    )
+    return handled
+
+
+def _unrecorded(error: Exception, delivery: Delivery) -> Again:
+    log.error("%s: the dead letter could not be written: %s", delivery.coordinates, dead_letters.describe(error))
+    return Again(1.0)
+
+
+def _place(error: BaseException) -> str:
+    """File and line where it was raised: enough to find it, and no text of anybody."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"

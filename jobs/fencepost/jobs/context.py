@@ -1,0 +1,243 @@
+"""What a handler gets: effects recorded before they are dispatched, publication behind the fence, staging without one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from typing import Any, TypeVar
+
+from psycopg import Connection
+
+from fencepost.jobs import stage as staging
+from fencepost.jobs.conduct import Conduct, Opened
+from fencepost.jobs.effects import Dispatch, Kind, Recorded, Success
+from fencepost.jobs.execution import Execution
+from fencepost.jobs.lanes import Lanes
+from fencepost.jobs.publish import FencedTransaction, publish
+from fencepost.schemas.errors import InvalidInput, WrongTransaction
+
+__all__ = ["AsyncContext", "Context"]
+
+T = TypeVar("T")
+Request = Mapping[str, object] | bytes
+Call = Callable[[Any, Dispatch], Success]
+AsyncCall = Callable[[Any, Dispatch], Awaitable[Success] | Success]
+
+
+class Held:
+    """What both kinds of context share: the claim, its lease, and the lanes to the database."""
+
+    def __init__(self, execution: Execution, work: Lanes, outcomes: Lanes) -> None:
+        self._execution = execution
+        self._work = work
+        self._outcomes = outcomes
+        self._conduct = Conduct(execution, work, outcomes)
+
+    @property
+    def lost(self) -> threading.Event:
+        """Set once this attempt has lost its lease: stop soon, publish nothing, stage what is worth keeping."""
+        return self._execution.lost
+
+    def lease_left(self) -> float:
+        """Seconds for which the lease certainly holds; renewed by itself while the handler runs."""
+        return self._execution.left()
+
+    def check(self) -> None:
+        """Raises LeaseLost when the lease is over; call it between steps of long work."""
+        self._execution.check()
+
+    def _publish(self, callback: Callable[[FencedTransaction], T]) -> Future[T]:
+        execution = self._execution
+        if execution.published:
+            raise WrongTransaction(
+                "this attempt has published", field="publication", hint="write everything in one callback"
+            )
+
+        def work(conn: Connection[Any]) -> T:
+            done = False
+            execution.begin_writing()
+            try:
+                result = publish(conn, execution.job.fence, callback)
+                done = True
+                return result
+            finally:
+                execution.end_writing(published=done)
+
+        return self._work.send(work)
+
+    def _stage(self, result: object) -> Future[bool]:
+        staging.dump(result, "result")
+        return self._outcomes.send(lambda conn: staging.stage(conn, self._execution.job.fence, result))
+
+    def _staged(self) -> Future[staging.Staged | None]:
+        return self._work.send(lambda conn: staging.staged(conn, self._execution.job.fence))
+
+
+class Context(Held):
+    """For a synchronous handler, which runs in a thread of its own."""
+
+    def effect(
+        self,
+        effect_key: str,
+        call: Call,
+        request: Request,
+        *,
+        kind: Kind = "opaque",
+        timeout: float | None = None,
+    ) -> Success:
+        """Dispatches ``call(request, dispatch)`` at most once, recorded before; returns its Success, or the stored one.
+
+        ``timeout`` in seconds, from before the record, default and maximum: the class's ``max_effect_timeout``. The
+        call runs in a helper thread and is abandoned at the deadline. Only a returned Success, a raised NotDispatched
+        and ConnectionRefusedError are definite; anything else leaves the effect unknown and the job blocked until it
+        is reconciled: EffectUnknown. A definite failure raises NotDispatched, and may be tried again. Also raises
+        StaleFence, EffectOpen, OperationConflict (same key, other request), EffectLimit, FinishOnly.
+        """
+        if inspect.iscoroutinefunction(call):
+            raise InvalidInput(
+                "call is asynchronous", field="call", hint="make the handler `async def`, or the call plain"
+            )
+        began = self._conduct.begin(effect_key, request, kind, timeout).result()
+        if isinstance(began, Recorded):
+            return Success(began.receipt, began.result)
+        if (refusal := self._conduct.refusal(began)) is not None:
+            return refusal.result()
+        answer = abandonable(lambda: call(request, began.dispatch))
+        return self._conclude(began, answer)
+
+    def _conclude(self, began: Opened, answer: Future[Any]) -> Success:
+        try:
+            value = answer.result(timeout=began.dispatch.seconds_left())
+        except BaseException as error:  # noqa: BLE001 (whatever it is, it is an outcome)
+            if isinstance(error, NotInTime) and not answer.done():
+                self._conduct.follow(began, answer)
+                return self._conduct.raised(began, error, "timeout").result()
+            return self._conduct.raised(began, error, "raised").result()
+        return self._conduct.returned(began, value).result()
+
+    def publish(self, callback: Callable[[FencedTransaction], T]) -> T:
+        """Commits what ``callback(tx)`` writes and completes the job, behind the fence; returns what it returned.
+
+        Raises as ``fencepost.jobs.publish.publish`` does; after StaleFence, ``stage`` still works.
+        """
+        return self._publish(callback).result()
+
+    def stage(self, result: object) -> bool:
+        """Keeps a JSON result for the successor, with or without the lease; True when it is this attempt's first."""
+        return self._stage(result).result()
+
+    def staged(self) -> staging.Staged | None:
+        """The newest result that any attempt staged for this job, or None."""
+        return self._staged().result()
+
+
+class AsyncContext(Held):
+    """For an asynchronous handler; its task is cancelled when the lease is lost.
+
+    Every method may be cancelled: what has reached the database is still recorded before CancelledError goes on.
+    """
+
+    async def effect(
+        self,
+        effect_key: str,
+        call: AsyncCall,
+        request: Request,
+        *,
+        kind: Kind = "opaque",
+        timeout: float | None = None,
+    ) -> Success:
+        """As ``Context.effect``; an asynchronous call is cancelled at the deadline, a plain one runs in a thread.
+
+        Cancellation before the dispatch is a definite failure, during it the effect is unknown.
+        """
+        conduct = self._conduct
+        opening = asyncio.ensure_future(asyncio.wrap_future(conduct.begin(effect_key, request, kind, timeout)))
+        try:
+            began = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Invariant: nothing was dispatched, so what the begin may have recorded is taken back as definite.
+            await finished(conduct.withdraw(opening))
+            raise
+        if isinstance(began, Recorded):
+            return Success(began.receipt, began.result)
+        if (refusal := conduct.refusal(began)) is not None:
+            return await finished(asyncio.wrap_future(refusal))
+        try:
+            value = await self._dispatch(call, request, began)
+        except asyncio.CancelledError as error:
+            await finished(settled(conduct.raised(began, error, "cancelled")))
+            raise
+        except BaseException as error:  # noqa: BLE001 (whatever it is, it is an outcome)
+            late = isinstance(error, TimeoutError) and began.dispatch.seconds_left() == 0
+            return await finished(asyncio.wrap_future(conduct.raised(began, error, "timeout" if late else "raised")))
+        return await finished(asyncio.wrap_future(conduct.returned(began, value)))
+
+    async def _dispatch(self, call: AsyncCall, request: Request, began: Opened) -> Any:
+        async with asyncio.timeout(began.dispatch.seconds_left()):
+            if inspect.iscoroutinefunction(call):
+                return await call(request, began.dispatch)
+            answer = abandonable(lambda: call(request, began.dispatch))
+            try:
+                value = await asyncio.shield(asyncio.wrap_future(answer))
+            except asyncio.CancelledError:
+                self._conduct.follow(began, answer)
+                raise
+            return await value if inspect.isawaitable(value) else value
+
+    async def publish(self, callback: Callable[[FencedTransaction], T]) -> T:
+        """As ``Context.publish``; the callback is a plain function and runs in a thread.
+
+        Cancelled while it runs, it is waited for: what was committed counts as published.
+        """
+        return await finished(asyncio.wrap_future(self._publish(callback)))
+
+    async def stage(self, result: object) -> bool:
+        """As ``Context.stage``."""
+        return await finished(asyncio.wrap_future(self._stage(result)))
+
+    async def staged(self) -> staging.Staged | None:
+        """As ``Context.staged``."""
+        return await asyncio.wrap_future(self._staged())
+
+
+async def finished(work: Awaitable[T]) -> T:
+    """Waits for the work even when cancelled meanwhile; then the cancellation goes on."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+        except BaseException:  # noqa: BLE001 (raised below, from the task)
+            break
+    if cancelled:
+        if not task.cancelled():
+            task.exception()
+        raise asyncio.CancelledError
+    return task.result()
+
+
+async def settled(work: Future[Any]) -> None:
+    """Waits for an outcome to be written, whatever it says."""
+    await asyncio.wait([asyncio.wrap_future(work)])
+
+
+def abandonable(call: Callable[[], T]) -> Future[T]:
+    """Runs the call in a daemon thread, which nobody has to wait for."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            value = call()
+        except BaseException as error:  # noqa: BLE001 (it belongs to whoever waits)
+            answer.set_exception(error)
+        else:
+            answer.set_result(value)
+
+    threading.Thread(target=run, name="fencepost-call", daemon=True).start()
+    return answer

@@ -1,0 +1,131 @@
+"""One claim as this worker carries it: how long it may act, whether it lost the lease, and what became of it.
+
+The process clock (monotonic, counted from before each round trip) only ever makes the worker stop earlier; the
+database clock alone decides what is accepted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from fencepost.jobs.claim import Job, JobClassPolicy
+from fencepost.schemas.errors import LeaseLost
+
+__all__ = ["Execution", "Poison", "Retry"]
+
+
+class Retry(Exception):
+    """Raised by a handler: try again ``after`` seconds (default: the class's backoff); the attempt counts."""
+
+    def __init__(self, reason: str = "retry", *, after: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.after = after
+
+
+class Poison(Exception):
+    """Raised by a handler: never try again by itself; an operator may queue the job anew. ``reason`` is a code."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Execution:
+    """The state that the handler's thread, the renewal and the worker share; every member is safe between threads."""
+
+    def __init__(self, job: Job, policy: JobClassPolicy) -> None:
+        self.job = job
+        self.policy = policy
+        self.lost = threading.Event()
+        """Set once this attempt has no authority left, or the worker gave the claim back."""
+        self._lock = threading.Lock()
+        self._deadline = job.deadline
+        self._why = ""
+        self._on_lost: Callable[[], None] | None = None
+        self._published = False
+        self._settled = False
+        self._writing = 0
+
+    @property
+    def published(self) -> bool:
+        """The handler's publication was committed."""
+        return self._published
+
+    @property
+    def writing(self) -> bool:
+        """A publication is under way: it holds the job's row, and renewing would only wait for it."""
+        return self._writing > 0
+
+    def left(self) -> float:
+        """Seconds for which the lease certainly holds, at least 0."""
+        return 0.0 if self.lost.is_set() else max(0.0, self._deadline - time.monotonic())
+
+    def extend(self, deadline: float) -> None:
+        """The lease was extended; ``deadline`` is counted from before the round trip that did it."""
+        with self._lock:
+            self._deadline = max(self._deadline, deadline)
+
+    def expired(self) -> bool:
+        """Whether the lease may be over."""
+        return time.monotonic() >= self._deadline
+
+    def check(self) -> None:
+        """Raises LeaseLost when the lease was lost or may be over."""
+        if self.lost.is_set() or self.expired():
+            raise LeaseLost(
+                "the lease of this attempt is over",
+                field=self._why or "lease",
+                hint="stop; stage what was computed for the successor",
+            )
+
+    def on_lost(self, told: Callable[[], None]) -> None:
+        """Calls ``told`` when the lease is lost, or now if it was already."""
+        with self._lock:
+            self._on_lost = told
+            late = self.lost.is_set()
+        if late:
+            told()
+
+    def lose(self, why: str) -> bool:
+        """Tells the handler; True when it is news."""
+        with self._lock:
+            if self.lost.is_set() or self._published or self._settled:
+                return False
+            self._why = why
+            self.lost.set()
+            told = self._on_lost
+        if told is not None:
+            told()
+        return True
+
+    def abandon(self) -> None:
+        """The claim was given back: the handler is told, whatever it still does has no authority."""
+        with self._lock:
+            news = not self.lost.is_set()
+            self._why = self._why or "released"
+            self.lost.set()
+            told = self._on_lost if news else None
+        if told is not None:
+            told()
+
+    def settle(self) -> bool:
+        """Claims the right to write the outcome; True for the first that asks."""
+        with self._lock:
+            if self._settled:
+                return False
+            self._settled = True
+            return True
+
+    def begin_writing(self) -> None:
+        """A publication starts."""
+        with self._lock:
+            self._writing += 1
+
+    def end_writing(self, *, published: bool) -> None:
+        """A publication ended."""
+        with self._lock:
+            self._writing -= 1
+            self._published = self._published or published

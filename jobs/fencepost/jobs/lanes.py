@@ -1,0 +1,119 @@
+"""Lanes: threads with a database connection each, for one kind of work and nothing else.
+
+Outcomes have lanes of their own, so that neither a cancelled task nor a busy handler can eat the record of what
+happened. Threads are daemons: a lane that hangs on a dead server does not keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import Connection
+
+from fencepost.schemas.connect import connect
+from fencepost.schemas.errors import Unreachable
+
+__all__ = ["Lanes", "LanesClosed"]
+
+T = TypeVar("T")
+Work = Callable[[Connection[Any]], T]
+
+RETRY_SECONDS = 0.05
+RETRY_SECONDS_MAX = 1.0
+JOIN_SECONDS = 1.0
+
+log = logging.getLogger("fencepost.jobs")
+
+
+class LanesClosed(Unreachable):
+    """The worker has stopped; nothing was sent to the database."""
+
+
+class Lanes:
+    """Runs work on a fixed number of threads, each with an autocommit connection that is replaced when it breaks.
+
+    ``budget`` is for how many seconds work that lost its connection is tried again, 0 for never; work given to lanes
+    with a budget must therefore be safe to repeat. At most ``waiting_max`` pieces of work wait.
+    """
+
+    def __init__(self, dsn: str, name: str, threads: int, *, budget: float = 0.0, waiting_max: int = 10_000) -> None:
+        self.dsn = dsn
+        self._budget = budget
+        self._queue: queue.Queue[tuple[Callable[[Connection[Any]], Any], Future[Any]] | None] = queue.Queue(waiting_max)
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"fencepost-{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, work: Work[T]) -> Future[T]:
+        """Queues the work; the future has its result or its exception, LanesClosed after ``close``."""
+        future: Future[T] = Future()
+        if self._closed.is_set():
+            future.set_exception(LanesClosed("the worker has stopped", field="worker"))
+        else:
+            self._queue.put((work, future))
+        return future
+
+    def call(self, work: Work[T]) -> T:
+        """Runs the work and waits for it; never call it from a lane."""
+        return self.send(work).result()
+
+    def close(self) -> None:
+        """Ends the lanes after the work that is queued, waiting a second at most; the rest is answered LanesClosed."""
+        self._closed.set()
+        for _ in self._threads:
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(None)
+        until = time.monotonic() + JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        while True:
+            try:
+                left = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if left is not None:
+                left[1].set_exception(LanesClosed("the worker has stopped", field="worker"))
+
+    def _run(self) -> None:
+        conn: Connection[Any] | None = None
+        try:
+            while (item := self._queue.get()) is not None:
+                conn = self._do(item[0], item[1], conn)
+        finally:
+            if conn is not None:
+                conn.close()
+
+    def _do(
+        self, work: Callable[[Connection[Any]], Any], future: Future[Any], conn: Connection[Any] | None
+    ) -> Connection[Any] | None:
+        until = time.monotonic() + self._budget
+        pause = RETRY_SECONDS
+        while True:
+            try:
+                if conn is None or conn.closed:
+                    conn = connect(self.dsn, autocommit=True)
+                result = work(conn)
+            except (psycopg.OperationalError, Unreachable) as error:
+                # Only a lost connection is tried again, and only where the work may be repeated.
+                if (conn is None or conn.closed) and time.monotonic() + pause < until and not self._closed.is_set():
+                    time.sleep(pause)
+                    pause = min(pause * 2, RETRY_SECONDS_MAX)
+                    continue
+                future.set_exception(error)
+            except BaseException as error:  # noqa: BLE001 (it belongs to whoever waits)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            return conn

@@ -1,0 +1,215 @@
+"""The worker: claims up to its free capacity, keeps the leases, runs the handlers, and records what became of each.
+
+worker = Worker()
+
+@worker.job("report.analyse", lease=30, max_attempts=5)
+def analyse(ctx: Context, job: Job) -> None:
+    receipt = ctx.effect("summarise", provider.summarise, job.json())
+    ctx.publish(lambda tx: save_report(tx, job, receipt))
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psycopg
+
+from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, register_class
+from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.run import Run
+from fencepost.schemas.connect import connect
+from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
+from fencepost.schemas.identity import as_class
+
+__all__ = ["Backoff", "Worker"]
+
+SyncHandler = Callable[[Context, Job], object]
+AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]]
+S = TypeVar("S", bound=SyncHandler)
+H = TypeVar("H", bound=SyncHandler | AsyncHandler)
+
+POLL_SECONDS_MIN = 0.02
+POLL_SECONDS_MAX = 0.5
+STOP_SECONDS = 0.05
+CONCURRENCY_MAX = 256
+
+log = logging.getLogger("fencepost.jobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Seconds before the first retry, doubled for each later one, and the most they become."""
+
+    base: float = 1.0
+    max: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A class with the handler that runs it."""
+
+    policy: JobClassPolicy
+    handler: SyncHandler | AsyncHandler
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the handler runs on the event loop."""
+        return inspect.iscoroutinefunction(self.handler)
+
+
+class Worker:
+    """Runs handlers of job classes; ``owner`` names this process in leases (default: host, process and a random part)."""
+
+    def __init__(self, *, owner: str | None = None) -> None:
+        self.owner = owner or _owner()
+        self._classes: dict[str, Registered] = {}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes that have a handler."""
+        return tuple(self._classes)
+
+    def job(
+        self,
+        job_class: str,
+        *,
+        lease: float = 30.0,
+        max_attempts: int = 5,
+        policy: Policy = "strict",
+        backoff: Backoff = Backoff(),
+        max_effect_timeout: float = 30.0,
+        network_bound: float = 30.0,
+        max_finishes: int = 20,
+    ) -> Callable[[H], H]:
+        """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
+
+        Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
+        raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
+        ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. See ``JobClassPolicy`` for the rest.
+        """
+        name = as_class(job_class)
+        if name in self._classes:
+            raise ConfigError(f"class {name} has a handler already", field="class", hint="one handler for each class")
+        made = JobClassPolicy(
+            name=name,
+            lease=lease,
+            max_attempts=max_attempts,
+            policy=policy,
+            max_finishes=max_finishes,
+            backoff_base=backoff.base,
+            backoff_max=backoff.max,
+            max_effect_timeout=max_effect_timeout,
+            network_bound=network_bound,
+        )
+
+        def register(handler: H) -> H:
+            self._classes[name] = Registered(made, handler)
+            return handler
+
+        return register
+
+    def run(
+        self,
+        dsn: str,
+        *,
+        concurrency: int = 4,
+        stop: threading.Event | None = None,
+        drain: float = 10.0,
+        state: Path | None = None,
+        patience: float = 60.0,
+    ) -> None:
+        """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
+
+        Claims at most ``concurrency`` jobs at a time. On stop nothing more is claimed; running handlers get ``drain``
+        seconds, then their claims are given back uncharged, or blocked where an effect is open. With ``state`` (the
+        folder of the witness) the worker arms the database after a plain restart and beats the witness.
+
+        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
+        InvalidInput for a policy that the database refuses. A disarmed database is waited for.
+        """
+        if not self._classes:
+            raise ConfigError(
+                "the worker has no class", field="classes", hint="decorate a handler with @worker.job(...)"
+            )
+        if not 1 <= concurrency <= CONCURRENCY_MAX:
+            raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
+        with _stopping(stop) as stopping:
+            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state)
+            run.start()
+            try:
+                self._work(run, dsn, stopping, patience)
+            finally:
+                run.finish(drain)
+
+    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float) -> None:
+        answered = time.monotonic()
+        pause = POLL_SECONDS_MIN
+        told = False
+        while not stopping.is_set():
+            try:
+                with connect(dsn, autocommit=True) as conn:
+                    run.arm()
+                    for registered in self._classes.values():
+                        register_class(conn, registered.policy)
+                    while not stopping.is_set():
+                        pause, told = self._turn(run, conn, pause, told)
+                        answered = time.monotonic()
+                        run.wait(pause, stopping)
+            except (psycopg.OperationalError, Unreachable) as error:
+                if time.monotonic() - answered >= patience:
+                    raise
+                log.warning("the database does not answer, trying again: %s", type(error).__name__)
+                pause = min(max(pause, POLL_SECONDS_MIN) * 2, POLL_SECONDS_MAX * 4)
+                stopping.wait(pause)
+
+    def _turn(self, run: Run, conn: psycopg.Connection[Any], pause: float, told: bool) -> tuple[float, bool]:
+        """One poll: the pause until the next, and whether the operator has been told that nothing may be claimed."""
+        free = run.free()
+        if free == 0:
+            return POLL_SECONDS_MIN, told
+        try:
+            jobs = claim(conn, self.owner, self.classes, free)
+        except NotArmed as error:
+            if not told:
+                log.error("nothing is claimed: %s", error)
+            return POLL_SECONDS_MAX, True
+        for job in jobs:
+            run.execute(job)
+        return (POLL_SECONDS_MIN if jobs else min(pause * 1.5, POLL_SECONDS_MAX)), False
+
+
+@contextmanager
+def _stopping(stop: threading.Event | None) -> Generator[threading.Event]:
+    """The event given, or one that SIGTERM and SIGINT set while this runs in the main thread."""
+    stopping = stop or threading.Event()
+    if stop is not None or threading.current_thread() is not threading.main_thread():
+        yield stopping
+        return
+
+    def told(_number: int, _frame: object) -> None:
+        stopping.set()
+
+    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _owner() -> str:
+    host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:100] or "host"
+    return f"{host}:{os.getpid()}:{uuid.uuid4().hex[:8]}"

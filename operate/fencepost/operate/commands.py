@@ -1,0 +1,62 @@
+"""The tree of commands: one module for each group, one place for logging and for refusals."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from fencepost.operate import consumer, doctor, effects, jobs, migrate, relay, status, worker
+from fencepost.operate.printing import say
+from fencepost.operate.refusals import RefusingGroup
+
+__all__ = ["app"]
+
+EPILOG = (
+    "Exit codes: 0 done; 1 refused, or a check failed; 2 the command line or a setting is wrong; 3 a service does not"
+    " answer; 4 the outcome is not known. Settings: FENCEPOST_DATABASE, FENCEPOST_STATE, FENCEPOST_DESTINATIONS,"
+    " FENCEPOST_RELAY_*, or fencepost.toml."
+)
+
+app = typer.Typer(
+    cls=RefusingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=EPILOG,
+    help="Transactional outbox, inbox and fenced jobs on PostgreSQL.",
+)
+app.add_typer(migrate.app, name="migrate")
+app.add_typer(relay.app, name="relay")
+app.command("status")(status.status)
+app.command("doctor")(doctor.doctor)
+app.add_typer(consumer.app, name="consumer")
+app.add_typer(worker.app, name="worker")
+app.add_typer(effects.app, name="effects")
+app.add_typer(jobs.app, name="jobs")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        say(f"fencepost {version('fencepost')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more, on standard error.")] = False,
+    shown: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Transactional outbox, inbox and fenced jobs on PostgreSQL."""
+    logging.basicConfig(
+        stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING, force=True
+    )
+    logging.getLogger("fencepost").setLevel(logging.DEBUG if verbose else logging.INFO)
+    # The clients' own lines are about their connections; their silence is told by us, with the address.
+    logging.getLogger("fencepost.relay.kafka.client").setLevel(logging.INFO if verbose else logging.CRITICAL)

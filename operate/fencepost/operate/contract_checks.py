@@ -1,0 +1,139 @@
+"""Checks of the server and of the database contract: version, encoding, pooler, migrations, functions, roles."""
+
+from __future__ import annotations
+
+from typing import Any, LiteralString
+
+from psycopg import Connection
+from psycopg.rows import scalar_row
+
+from fencepost.operate.findings import Finding, fail, ok, warn
+from fencepost.schemas import grants, migrate
+
+__all__ = ["definers", "encoding", "installed", "migrations", "pooler", "public", "roles", "server"]
+
+NEWEST_TESTED = 18
+NAMES_MAX = 5
+
+ENCODING: LiteralString = "SELECT current_setting('server_encoding')"
+BACKEND: LiteralString = "SELECT pg_backend_pid()"
+INSTALLED: LiteralString = "SELECT to_regclass('fencepost.installation') IS NOT NULL"
+ROLES: LiteralString = """
+SELECT i.name, i.single_role, (SELECT r.rolsuper FROM pg_roles AS r WHERE r.rolname = current_user)
+FROM fencepost.installation AS i"""
+EXISTING_ROLES: LiteralString = "SELECT rolname FROM pg_roles WHERE rolname = ANY (%(names)s)"
+# Without an entry of its own a function has the default privileges, and PUBLIC may execute it.
+PUBLIC: LiteralString = """
+SELECT p.proname FROM pg_proc AS p
+WHERE p.pronamespace = 'fencepost'::regnamespace
+  AND (p.proacl IS NULL OR EXISTS (SELECT FROM aclexplode(p.proacl) AS a
+                                   WHERE a.grantee = 0 AND a.privilege_type = 'EXECUTE'))
+ORDER BY p.proname"""
+DEFINERS: LiteralString = """
+SELECT p.proname, coalesce('search_path=pg_catalog, pg_temp' = ANY (p.proconfig), false)
+FROM pg_proc AS p WHERE p.pronamespace = 'fencepost'::regnamespace AND p.prosecdef ORDER BY p.proname"""
+
+
+def server(conn: Connection[Any]) -> Finding:
+    """PostgreSQL 15 to 18."""
+    number = conn.info.server_version
+    name = f"PostgreSQL {number // 10000}.{number % 10000}"
+    if number < migrate.OLDEST_SERVER:
+        return fail("server", f"{name} is too old; use {migrate.OLDEST_SERVER // 10000} or newer")
+    if number // 10000 > NEWEST_TESTED:
+        return warn("server", f"{name} is newer than what this version was tested with ({NEWEST_TESTED})")
+    return ok("server", name)
+
+
+def encoding(conn: Connection[Any]) -> Finding:
+    """UTF8, since identities are compared as text."""
+    found = _value(conn, ENCODING)
+    if found != "UTF8":
+        return fail("encoding", f"{found}; create a database with ENCODING 'UTF8' and move there")
+    return ok("encoding", "UTF8")
+
+
+def pooler(conn: Connection[Any]) -> Finding:
+    """Whether somebody else's session answers: a pooler gives a client another process number than the server's own."""
+    if _value(conn, BACKEND) == conn.info.backend_pid:
+        return ok("pooler", "none: this is a direct connection")
+    return ok(
+        "pooler",
+        "a pooler stands in between; transaction mode is fine here, and your own connections need"
+        " prepare_threshold=None there",
+    )
+
+
+def installed(conn: Connection[Any]) -> Finding | None:
+    """None when the schema is there; else nothing else can be looked at."""
+    if _value(conn, INSTALLED):
+        return None
+    return fail("migrations", "none is applied in this database; run `fencepost migrate`")
+
+
+def migrations(conn: Connection[Any]) -> Finding:
+    """Ours are all applied, unchanged, and there are none that this version does not know."""
+    ours = {m.name: m.checksum for m in migrate.tables()}
+    have = {str(name): str(checksum) for name, checksum in conn.execute(migrate.APPLIED)}
+    pending = [n for n in ours if n not in have]
+    edited = [n for n in ours if n in have and have[n] != ours[n]]
+    unknown = [n for n in have if n not in ours]
+    if edited:
+        return fail(
+            "migrations", f"{_names(edited)} differs from what was applied; install the version that applied it"
+        )
+    if pending:
+        return fail("migrations", f"{_names(pending)} pending; run `fencepost migrate`")
+    if unknown:
+        return warn("migrations", f"{_names(unknown)} is from a newer version; upgrade this program")
+    return ok("migrations", f"{len(ours)} applied")
+
+
+def public(conn: Connection[Any]) -> Finding:
+    """Nobody may execute anything without being granted a role."""
+    names = [str(r[0]) for r in conn.execute(PUBLIC)]
+    if names:
+        return fail("public", f"PUBLIC may execute {_names(names)}; run `fencepost migrate`, it revokes that again")
+    return ok("public", "PUBLIC may execute nothing")
+
+
+def definers(conn: Connection[Any]) -> Finding:
+    """No function that runs as the owner can be led to a stranger's objects."""
+    found = [(str(r[0]), bool(r[1])) for r in conn.execute(DEFINERS)]
+    wrong = [name for name, right in found if not right]
+    if wrong:
+        return fail(
+            "search_path",
+            f"{_names(wrong)} without search_path = pg_catalog, pg_temp; run `fencepost migrate`, it sets that again",
+        )
+    return ok("search_path", f"pg_catalog, pg_temp in all {len(found)} SECURITY DEFINER functions")
+
+
+def roles(conn: Connection[Any]) -> Finding:
+    """Separated, and all there; a superuser steps around every check."""
+    row = conn.execute(ROLES).fetchone()
+    if row is None:
+        return fail("roles", "the installation has no row; run `fencepost migrate` in an empty database")
+    install, single, superuser = str(row[0]), bool(row[1]), bool(row[2])
+    if single:
+        return warn(
+            "roles", "not separated (single role): fine on a machine of your own; else migrate with --separate-roles"
+        )
+    names = [grants.role(install, name) for name in ("owner", *grants.ROLES)]
+    have = {str(r[0]) for r in conn.execute(EXISTING_ROLES, {"names": names})}
+    missing = [n for n in names if n not in have]
+    if missing:
+        return fail("roles", f"{_names(missing)} missing; run `fencepost migrate`")
+    if superuser:
+        return warn("roles", "separated, but this login is a superuser; run relay and workers with logins of their own")
+    return ok("roles", f"separated, {len(names)} roles of installation {install}")
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return ", ".join(names[:NAMES_MAX]) + more
+
+
+def _value(conn: Connection[Any], statement: LiteralString) -> object:
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        return cursor.execute(statement).fetchone()

@@ -1,0 +1,149 @@
+"""`fencepost status`: what is in every state, how old, and how far the relay is; never a payload."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Annotated, Any, LiteralString
+
+import psycopg
+import typer
+from psycopg import Connection
+from psycopg.rows import class_row
+
+from fencepost.operate import printing, settings
+from fencepost.schemas.connect import connect
+
+__all__ = ["STATES", "Backlog", "State", "backlog", "states", "status"]
+
+COUNT_MAX = 10_000
+ARMED: LiteralString = "SELECT fencepost.armed()"
+STATES: LiteralString = """
+SELECT axis, state, tenant, kind, reason, count, oldest, attempts,
+       extract(epoch FROM clock_timestamp() - oldest)::float AS age_seconds
+FROM fencepost.status ORDER BY axis, state, tenant, kind, reason"""
+# Per slot: rows numbered above the acked tick's hint, and late rows below it; of a page under way only what comes after
+# its position. Each of them by an index, and never more than the limit.
+BACKLOG: LiteralString = """
+SELECT d.destination, d.kind, count(w.seq) AS waiting, count(w.seq) >= %(most)s AS more,
+       extract(epoch FROM clock_timestamp() - min(w.recorded_at))::float AS oldest_seconds,
+       (SELECT count(*) FROM fencepost.relay AS r
+        WHERE r.destination = d.destination AND r.lease_until > clock_timestamp()) AS relays
+FROM fencepost.destination AS d
+LEFT JOIN LATERAL (
+    SELECT o.seq, o.recorded_at
+    FROM fencepost.slot AS s
+    LEFT JOIN LATERAL (SELECT k.era, k.acked_tick, k.end_tick, k.position FROM fencepost.ack AS k
+                       WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a ON true
+    JOIN fencepost.tick AS t ON t.era = coalesce(a.era, d.start_era) AND t.n = coalesce(a.acked_tick, d.start_tick)
+    JOIN fencepost.tick AS e ON e.era = coalesce(a.era, d.start_era) AND e.n = coalesce(a.end_tick, d.start_tick)
+    CROSS JOIN LATERAL (
+        SELECT m.seq, m.recorded_at, m.xid FROM fencepost.outbox AS m WHERE m.slot = s.slot AND m.seq > t.hint
+        UNION ALL
+        SELECT l.seq, l.recorded_at, l.xid FROM fencepost.outbox AS l
+        WHERE l.slot = s.slot AND l.seq <= t.hint
+          AND (l.xid = ANY (t.snap_xip) OR l.xid >= t.snap_xmax AND l.xid < t.next)) AS o
+    WHERE s.destination = d.destination
+      AND NOT (o.seq <= coalesce(a.position, 0) AND pg_visible_in_snapshot(o.xid, e.snap))
+    LIMIT %(most)s) AS w ON true
+WHERE d.destination <> '-'
+GROUP BY d.destination, d.kind ORDER BY d.destination"""
+UNROUTED: LiteralString = """
+SELECT count(*) FROM (SELECT FROM fencepost.outbox LIMIT %(most)s) AS o
+WHERE NOT EXISTS (SELECT FROM fencepost.destination)"""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One group of things in one state; `oldest` by the database clock."""
+
+    axis: str
+    state: str
+    tenant: str
+    kind: str
+    reason: str
+    count: int
+    oldest: datetime | None
+    attempts: int | None
+    age_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a destination has not been sent yet; `more` when counting stopped at the limit."""
+
+    destination: str
+    kind: str
+    waiting: int
+    more: bool
+    oldest_seconds: float | None
+    relays: int
+
+
+def states(conn: Connection[Any]) -> list[State]:
+    """Every state with its count, oldest age and attempts; needs the reader role."""
+    with conn.cursor(row_factory=class_row(State)) as cursor:
+        return cursor.execute(STATES).fetchall()
+
+
+def backlog(conn: Connection[Any]) -> list[Backlog] | None:
+    """The unsent events of every destination; None for a login without the relay role."""
+    try:
+        with conn.cursor(row_factory=class_row(Backlog)) as cursor:
+            return cursor.execute(BACKLOG, {"most": COUNT_MAX}).fetchall()
+    except psycopg.errors.InsufficientPrivilege:
+        return None
+
+
+def waiting_for_a_destination(conn: Connection[Any]) -> int:
+    """Events that wait because no relay has registered a destination yet; counted up to the limit."""
+    try:
+        row = conn.execute(UNROUTED, {"most": COUNT_MAX}).fetchone()
+    except psycopg.errors.InsufficientPrivilege:
+        return 0
+    return 0 if row is None else int(row[0])
+
+
+def status(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """What is in every state: count, oldest age, attempts and reason, by tenant and class; and the relay's backlog."""
+    with connect(settings.load().dsn(), autocommit=True) as conn:
+        row = conn.execute(ARMED).fetchone()
+        armed = bool(row and row[0])
+        found, waiting, unrouted = states(conn), backlog(conn), waiting_for_a_destination(conn)
+    if as_json:
+        printing.as_json(
+            {
+                "armed": armed,
+                "states": [asdict(s) for s in found],
+                "backlog": None if waiting is None else [asdict(b) for b in waiting],
+                "waiting_for_a_destination": unrouted,
+            }
+        )
+        return
+    printing.say("armed" if armed else "DISARMED: nothing is published, claimed or dispatched; run `fencepost doctor`")
+    show_states(found)
+    if waiting is None:
+        printing.say("relay: the backlog needs a login with the relay role")
+    else:
+        rows = [
+            (b.destination, b.kind, f"{b.waiting}{'+' if b.more else ''}", _age(b.oldest_seconds), b.relays)
+            for b in waiting
+        ]
+        columns = ("destination", "kind", "unsent", "oldest", "relays")
+        printing.table("relay", columns, rows, empty="no destination is registered yet; start `fencepost relay run`")
+        if unrouted:
+            printing.say(f"relay: {unrouted}{'+' if unrouted >= COUNT_MAX else ''} events wait for a first destination")
+
+
+def show_states(found: list[State]) -> None:
+    """The table of states."""
+    rows = [
+        (s.axis, s.state, s.tenant or None, s.kind, s.reason or None, s.count, _age(s.age_seconds), s.attempts or None)
+        for s in found
+    ]
+    columns = ("axis", "state", "tenant", "kind", "reason", "count", "oldest", "attempts")
+    printing.table("states", columns, rows, empty="nothing yet")
+
+
+def _age(seconds: float | None) -> str | None:
+    return None if seconds is None else printing.age(seconds)

@@ -1,0 +1,44 @@
+"""`fencepost worker run module:worker`: claims and runs the jobs of one worker object."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Annotated
+
+import typer
+
+from fencepost.jobs.worker import Worker
+from fencepost.operate import settings, target
+from fencepost.operate.signals import draining
+from fencepost.schemas.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Run jobs behind the fence.")
+log = logging.getLogger("fencepost.jobs")
+
+
+@app.callback()
+def group() -> None:
+    """Run jobs behind the fence."""
+
+
+@app.command("run")
+def run(
+    path: Annotated[str, typer.Argument(metavar="MODULE:WORKER", help="Where the fencepost.jobs Worker is.")],
+    concurrency: Annotated[int, typer.Option(help="Jobs at the same time.")] = 4,
+    drain: Annotated[float, typer.Option(help="Seconds that running handlers get after a stop.")] = 10.0,
+    patience: Annotated[float, typer.Option(help="Seconds without the database before giving up.")] = 60.0,
+) -> None:
+    """Work until stopped; the first SIGTERM or SIGINT drains, the second leaves at once.
+
+    Exit code 3 when the database does not answer for `--patience` seconds.
+    """
+    chosen = settings.load()
+    dsn = chosen.dsn()
+    worker = target.load(path, "worker")
+    if not isinstance(worker, Worker):
+        raise ConfigError(f"{path} is not a worker", field="target", hint="name a fencepost.jobs.worker.Worker")
+    stop = threading.Event()
+    with draining(stop.set):
+        log.info("worker %s runs %s", worker.owner, ", ".join(worker.classes))
+        worker.run(dsn, concurrency=concurrency, stop=stop, drain=drain, state=chosen.state, patience=patience)

@@ -1,0 +1,1912 @@
+CREATE SCHEMA fencepost;
+
+CREATE TABLE IF NOT EXISTS fencepost.migration (
+    name text PRIMARY KEY, checksum text NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp());
+
+-- 0001_authority.sql
+-- Authority: who may act. The gate is only ever locked; the ticket proves that this database was armed as it runs now.
+
+CREATE TABLE fencepost.gate ();
+COMMENT ON TABLE fencepost.gate IS
+  'Locked ROW SHARE by every use of authority, EXCLUSIVE by every change of it; holds no rows.';
+
+CREATE TABLE fencepost.installation (
+    singleton     boolean PRIMARY KEY DEFAULT true CHECK (singleton),
+    id            uuid NOT NULL,
+    name          text NOT NULL CHECK (name ~ '^[a-z][a-z0-9_]{0,20}$'),
+    slots         integer NOT NULL CHECK (slots BETWEEN 1 AND 1024),
+    epoch_counter bigint NOT NULL DEFAULT 1 CHECK (epoch_counter >= 1),
+    floor         bigint NOT NULL DEFAULT 1 CHECK (floor >= 1),
+    era           integer NOT NULL DEFAULT 1 CHECK (era >= 1),
+    outbox_child  smallint NOT NULL DEFAULT 0 CHECK (outbox_child BETWEEN 0 AND 2),
+    ack_child     smallint NOT NULL DEFAULT 0 CHECK (ack_child BETWEEN 0 AND 1),
+    single_role   boolean NOT NULL,
+    created_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CHECK (floor <= epoch_counter)
+);
+
+-- A tenant without a row stands at the floor: a first enqueue never waits for another tenant's, or its own, first one.
+CREATE TABLE fencepost.tenant (
+    tenant     text PRIMARY KEY,
+    epoch      bigint NOT NULL CHECK (epoch >= 1),
+    frozen     boolean NOT NULL DEFAULT false,
+    changed_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- Invariant: valid only while its own xmin is the recorded xid, the server was not restarted and the database is the same.
+CREATE TABLE fencepost.ticket (
+    singleton         boolean PRIMARY KEY DEFAULT true CHECK (singleton),
+    xid               xid8 NOT NULL,
+    postmaster_start  timestamptz NOT NULL,
+    database_oid      oid NOT NULL,
+    table_oid         oid NOT NULL,
+    system_identifier bigint NOT NULL,
+    timeline          bigint NOT NULL,
+    nonce             uuid NOT NULL,
+    armed_at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    armed_by          text NOT NULL DEFAULT session_user
+);
+
+-- The tip is the database's half of the witness: arm compares it with the half that lives outside.
+CREATE TABLE fencepost.tip (
+    singleton boolean PRIMARY KEY DEFAULT true CHECK (singleton),
+    seq       bigint NOT NULL,
+    nonce     uuid NOT NULL,
+    beat_at   timestamptz NOT NULL DEFAULT clock_timestamp()
+) WITH (fillfactor = 20);
+
+CREATE TABLE fencepost.authority_log (
+    seq      bigint PRIMARY KEY,
+    kind     text NOT NULL CHECK (kind IN ('created', 'armed')),
+    actor    text NOT NULL DEFAULT session_user,
+    detail   jsonb NOT NULL,
+    at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    previous bytea NOT NULL,
+    hash     bytea NOT NULL CHECK (octet_length(hash) = 32)
+);
+
+CREATE TABLE fencepost.duty (
+    name        text PRIMARY KEY,
+    owner       uuid NOT NULL,
+    lease_until timestamptz NOT NULL
+) WITH (fillfactor = 20);
+
+-- Operators' acts, append-only: who decided what, with which reason and evidence.
+CREATE TABLE fencepost.decision (
+    id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    decision_id   uuid NOT NULL UNIQUE,
+    kind          text NOT NULL CHECK (kind IN ('reconcile', 'cancel', 'requeue', 'routes')),
+    actor         text NOT NULL,
+    reason        text NOT NULL,
+    tenant        text,
+    operation     text,
+    subject       text NOT NULL,
+    verdict       text NOT NULL,
+    evidence_kind text,
+    evidence_ref  text,
+    login         text NOT NULL DEFAULT session_user,
+    at            timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0001_authority.sql', '2d689c709f3f7a80ebd459b4c7abcd0c9620aeb34f6b0cc49e7c3d72cbb1cd1d');
+
+-- 0002_outbox.sql
+-- Delivery: the append-only outbox, its ticks, the acks of every destination, and what a relay set aside.
+
+CREATE SEQUENCE fencepost.outbox_seq AS bigint CACHE 1;
+CREATE SEQUENCE fencepost.ack_seq AS bigint CACHE 1;
+
+-- Identity of an event at acceptance. Its lifetime is the replay window, independent of the outbox row's.
+CREATE TABLE fencepost.event_key (
+    tenant      text NOT NULL,
+    operation   text NOT NULL,
+    type        text NOT NULL,
+    event_id    uuid NOT NULL,
+    meaning     bytea NOT NULL CHECK (octet_length(meaning) = 33),
+    recorded_at timestamptz NOT NULL,
+    PRIMARY KEY (tenant, operation, type)
+);
+
+-- Invariant: rows are never updated; xid (top level) was assigned before seq was drawn.
+CREATE TABLE fencepost.outbox (
+    child        smallint NOT NULL,
+    slot         integer NOT NULL,
+    seq          bigint NOT NULL,
+    xid          xid8 NOT NULL,
+    era          integer NOT NULL,
+    event_id     uuid NOT NULL,
+    tenant       text NOT NULL,
+    operation    text NOT NULL,
+    type         text NOT NULL,
+    version      integer NOT NULL,
+    epoch        bigint NOT NULL,
+    ordering_key text NOT NULL,
+    digest       bytea NOT NULL CHECK (octet_length(digest) = 33),
+    recorded_at  timestamptz NOT NULL,
+    content_type text NOT NULL,
+    attributes   jsonb,
+    payload      bytea NOT NULL
+) PARTITION BY LIST (child);
+CREATE TABLE fencepost.outbox_0 PARTITION OF fencepost.outbox FOR VALUES IN (0);
+CREATE TABLE fencepost.outbox_1 PARTITION OF fencepost.outbox FOR VALUES IN (1);
+CREATE TABLE fencepost.outbox_2 PARTITION OF fencepost.outbox FOR VALUES IN (2);
+CREATE INDEX outbox_slot_seq ON fencepost.outbox (slot, seq);
+CREATE INDEX outbox_xid ON fencepost.outbox (xid);
+ALTER TABLE fencepost.outbox_0 ALTER COLUMN payload SET STORAGE EXTERNAL;
+ALTER TABLE fencepost.outbox_1 ALTER COLUMN payload SET STORAGE EXTERNAL;
+ALTER TABLE fencepost.outbox_2 ALTER COLUMN payload SET STORAGE EXTERNAL;
+
+-- Locked EXCLUSIVE while a tick is taken (a mode that assigns no transaction id); holds no rows.
+CREATE TABLE fencepost.tick_gate ();
+
+CREATE TABLE fencepost.tick (
+    era      integer NOT NULL,
+    n        bigint NOT NULL,
+    snap     pg_snapshot NOT NULL,
+    hint     bigint NOT NULL,
+    next     xid8 NOT NULL,
+    snap_xmax xid8 NOT NULL,
+    snap_xip  xid8[] NOT NULL,
+    taken_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (era, n)
+);
+
+CREATE TABLE fencepost.destination (
+    destination   text PRIMARY KEY CHECK (destination = '-' OR destination ~ '^[a-z][a-z0-9_-]{0,40}$'),
+    kind          text NOT NULL CHECK (kind IN ('none', 'kafka', 'rabbitmq')),
+    routes        jsonb NOT NULL,
+    routes_digest bytea NOT NULL CHECK (octet_length(routes_digest) = 32),
+    start_era     integer NOT NULL,
+    start_tick    bigint NOT NULL,
+    registered_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- One row per live relay and destination; its lease covers every slot it owns, so renewing costs one row.
+CREATE TABLE fencepost.relay (
+    destination text NOT NULL REFERENCES fencepost.destination,
+    owner       uuid NOT NULL,
+    lease_until timestamptz NOT NULL,
+    PRIMARY KEY (destination, owner)
+) WITH (fillfactor = 20);
+
+-- Changed only by lease and hand-over.
+CREATE TABLE fencepost.slot (
+    destination text NOT NULL REFERENCES fencepost.destination,
+    slot        integer NOT NULL,
+    owner       uuid,
+    generation  bigint NOT NULL DEFAULT 0 CHECK (generation >= 0),
+    PRIMARY KEY (destination, slot)
+) WITH (fillfactor = 50);
+
+-- Appended, read newest first: progress of a slot at a destination.
+CREATE TABLE fencepost.ack (
+    child       smallint NOT NULL,
+    destination text NOT NULL,
+    slot        integer NOT NULL,
+    n           bigint NOT NULL,
+    era         integer NOT NULL,
+    acked_tick  bigint NOT NULL,
+    end_tick    bigint NOT NULL,
+    position    bigint NOT NULL CHECK (position >= 0),
+    generation  bigint NOT NULL,
+    at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CHECK ((position = 0) = (acked_tick = end_tick))
+) PARTITION BY LIST (child);
+CREATE TABLE fencepost.ack_0 PARTITION OF fencepost.ack FOR VALUES IN (0);
+CREATE TABLE fencepost.ack_1 PARTITION OF fencepost.ack FOR VALUES IN (1);
+CREATE INDEX ack_newest ON fencepost.ack (destination, slot, n DESC);
+
+CREATE TABLE fencepost.parked (
+    destination  text NOT NULL REFERENCES fencepost.destination,
+    slot         integer NOT NULL,
+    tenant       text NOT NULL,
+    ordering_key text NOT NULL,
+    seq          bigint NOT NULL,
+    event_id     uuid NOT NULL,
+    operation    text NOT NULL,
+    type         text NOT NULL,
+    version      integer NOT NULL,
+    epoch        bigint NOT NULL,
+    digest       bytea NOT NULL,
+    recorded_at  timestamptz NOT NULL,
+    content_type text NOT NULL,
+    attributes   jsonb,
+    payload      bytea NOT NULL,
+    reason       text NOT NULL CHECK (reason IN ('unroutable', 'no_route', 'no_such_exchange', 'no_such_topic',
+                   'too_large', 'not_authorised', 'undecodable', 'behind', 'overtaken')),
+    detail       text NOT NULL DEFAULT '',
+    overtaken_by bigint,
+    attempts     integer NOT NULL DEFAULT 1,
+    next_try_at  timestamptz,
+    parked_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (destination, slot, tenant, ordering_key, seq)
+);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0002_outbox.sql', '4896d045a7c9b2030ccbfacb63a3499f158ddd2eb4355794654c3ca9c2779c66');
+
+-- 0003_inbox.sql
+-- Reservation: one committed handling per tenant, consumer, operation and type; deliveries are kept apart from it.
+
+CREATE TABLE fencepost.reservation (
+    tenant      text NOT NULL,
+    consumer    text NOT NULL,
+    operation   text NOT NULL,
+    type        text NOT NULL,
+    version     integer NOT NULL,
+    event_id    uuid NOT NULL,
+    source      text NOT NULL,
+    epoch       bigint NOT NULL,
+    meaning     bytea NOT NULL CHECK (octet_length(meaning) = 33),
+    event_time  timestamptz NOT NULL,
+    coordinates text NOT NULL,
+    reserved_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, consumer, operation, type)
+);
+
+-- A delivery is unique within its broker: coordinates are a JSON array that names broker, place and message.
+CREATE TABLE fencepost.delivery (
+    consumer    text NOT NULL,
+    coordinates text NOT NULL,
+    tenant      text NOT NULL,
+    operation   text NOT NULL,
+    type        text NOT NULL,
+    meaning     bytea NOT NULL,
+    event_id    uuid NOT NULL,
+    arrivals    integer NOT NULL DEFAULT 1,
+    first_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    last_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, coordinates)
+);
+
+CREATE TABLE fencepost.dead_letter (
+    id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    consumer        text NOT NULL,
+    coordinates     text NOT NULL,
+    reason          text NOT NULL CHECK (reason IN ('conflict', 'delivery_changed', 'undecodable', 'handler_failed')),
+    field           text,
+    detail          text NOT NULL DEFAULT '',
+    tenant          text,
+    operation       text,
+    type            text,
+    version         integer,
+    event_id        uuid,
+    stored_meaning  bytea,
+    arrived_meaning bytea,
+    attempts        integer NOT NULL DEFAULT 1,
+    headers         jsonb NOT NULL,
+    payload         bytea NOT NULL,
+    content         bytea NOT NULL CHECK (octet_length(content) = 32),
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    UNIQUE (consumer, coordinates, reason, content)
+);
+COMMENT ON COLUMN fencepost.dead_letter.content IS
+  'sha256 over headers and payload: coordinates that a sender reuses never hide one content behind another.';
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', 'dbec0abc3270d3223f607048c7b7b8629e76ec82171f5c780cfad1201e5254cc');
+
+-- 0004_jobs.sql
+-- Scheduling, publication and effects. Three axes that are never one status: execution, effect, authority.
+
+CREATE TABLE fencepost.job_class (
+    class              text PRIMARY KEY,
+    policy             text NOT NULL CHECK (policy IN ('strict', 'resumable')),
+    lease              interval NOT NULL CHECK (lease > interval '0'),
+    max_attempts       integer NOT NULL CHECK (max_attempts >= 1),
+    max_finishes       integer NOT NULL CHECK (max_finishes >= 1),
+    backoff_base       interval NOT NULL CHECK (backoff_base >= interval '0'),
+    backoff_max        interval NOT NULL CHECK (backoff_max >= backoff_base),
+    max_effect_timeout interval NOT NULL CHECK (max_effect_timeout > interval '0'),
+    network_bound      interval NOT NULL CHECK (network_bound >= interval '0'),
+    registered_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- Invariant: generation never decreases; running exactly when attempt, owner and lease_until are all set.
+CREATE TABLE fencepost.job (
+    tenant          text NOT NULL,
+    operation       text NOT NULL,
+    class           text NOT NULL,
+    args            bytea NOT NULL,
+    meaning         bytea NOT NULL CHECK (octet_length(meaning) = 33),
+    digest          bytea NOT NULL CHECK (octet_length(digest) = 33),
+    accepted_epoch  bigint NOT NULL,
+    epoch           bigint NOT NULL,
+    source_event    uuid,
+    priority        integer NOT NULL DEFAULT 0,
+    run_at          timestamptz NOT NULL,
+    exec            text NOT NULL DEFAULT 'queued'
+                    CHECK (exec IN ('queued', 'running', 'done', 'cancelled', 'poison', 'blocked')),
+    mode            text NOT NULL DEFAULT 'execute' CHECK (mode IN ('execute', 'finish')),
+    generation      bigint NOT NULL DEFAULT 0 CHECK (generation >= 0),
+    attempts        integer NOT NULL DEFAULT 0 CHECK (attempts >= 0),
+    finishes        integer NOT NULL DEFAULT 0 CHECK (finishes >= 0),
+    attempt         uuid,
+    owner           text,
+    lease_until     timestamptz,
+    done_attempt    uuid,
+    open_effects    integer NOT NULL DEFAULT 0 CHECK (open_effects >= 0),
+    applied_effects integer NOT NULL DEFAULT 0 CHECK (applied_effects >= 0),
+    reason          text,
+    detail          text NOT NULL DEFAULT '',
+    submitted_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    changed_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class),
+    CHECK ((exec = 'running') = (attempt IS NOT NULL)),
+    CHECK ((exec = 'running') = (owner IS NOT NULL)),
+    CHECK ((exec = 'running') = (lease_until IS NOT NULL)),
+    CHECK ((exec = 'done') = (done_attempt IS NOT NULL)),
+    CHECK (exec <> 'done' OR open_effects = 0)
+) WITH (fillfactor = 70);
+CREATE INDEX job_queued ON fencepost.job (class, priority DESC, run_at) WHERE exec = 'queued';
+CREATE INDEX job_running ON fencepost.job (class) WHERE exec = 'running';
+CREATE INDEX job_blocked ON fencepost.job (class) WHERE exec = 'blocked';
+
+-- Every claim that ever was: which attempt, of which owner, in which mode.
+CREATE TABLE fencepost.attempt (
+    tenant     text NOT NULL,
+    attempt    uuid NOT NULL,
+    operation  text NOT NULL,
+    class      text NOT NULL,
+    generation bigint NOT NULL,
+    owner      text NOT NULL,
+    epoch      bigint NOT NULL,
+    mode       text NOT NULL,
+    claimed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, attempt),
+    FOREIGN KEY (tenant, operation, class) REFERENCES fencepost.job ON DELETE RESTRICT
+);
+
+-- Immutable candidates: what an attempt computed, for its successor to publish under its own fence.
+CREATE TABLE fencepost.staged (
+    tenant     text NOT NULL,
+    operation  text NOT NULL,
+    class      text NOT NULL,
+    attempt    uuid NOT NULL,
+    n          bigint GENERATED ALWAYS AS IDENTITY,
+    result     bytea NOT NULL,
+    staged_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class, attempt),
+    FOREIGN KEY (tenant, attempt) REFERENCES fencepost.attempt ON DELETE RESTRICT
+);
+
+-- Audit of every fenced transaction, and the row whose deferred trigger checks the fence once more at commit.
+CREATE TABLE fencepost.publication (
+    id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    tenant      text NOT NULL,
+    operation   text NOT NULL,
+    class       text NOT NULL,
+    generation  bigint NOT NULL,
+    attempt     uuid NOT NULL,
+    owner       text NOT NULL,
+    epoch       bigint NOT NULL,
+    lease_until timestamptz NOT NULL,
+    xid         xid8 NOT NULL DEFAULT pg_current_xact_id(),
+    at          timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX publication_job ON fencepost.publication (tenant, operation, class);
+
+CREATE TABLE fencepost.effect (
+    tenant            text NOT NULL,
+    operation         text NOT NULL,
+    effect_key        text NOT NULL,
+    class             text NOT NULL,
+    kind              text NOT NULL CHECK (kind IN ('keyed', 'lookup', 'opaque')),
+    state             text NOT NULL CHECK (state IN ('pending', 'success', 'failed_before_dispatch', 'unknown',
+                        'resolved_applied', 'resolved_not_applied')),
+    effect_attempt    uuid,
+    begun_by          uuid NOT NULL,
+    request_digest    bytea NOT NULL CHECK (octet_length(request_digest) = 32),
+    dispatch_deadline timestamptz NOT NULL,
+    quiescent_at      timestamptz NOT NULL,
+    receipt           text,
+    result            bytea,
+    decision_id       uuid,
+    contradicted      boolean NOT NULL DEFAULT false,
+    reason            text,
+    assignee          text NOT NULL DEFAULT 'operator',
+    version           integer NOT NULL DEFAULT 1,
+    begins            integer NOT NULL DEFAULT 1,
+    begun_at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    changed_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, effect_key),
+    FOREIGN KEY (tenant, operation, class) REFERENCES fencepost.job ON DELETE RESTRICT,
+    CHECK (state NOT IN ('success', 'resolved_applied') OR receipt IS NOT NULL),
+    CHECK (state NOT IN ('resolved_applied', 'resolved_not_applied') OR decision_id IS NOT NULL)
+);
+CREATE INDEX effect_open ON fencepost.effect (state, changed_at) WHERE state IN ('pending', 'unknown');
+
+CREATE TABLE fencepost.effect_event (
+    id             bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    tenant         text NOT NULL,
+    operation      text NOT NULL,
+    effect_key     text NOT NULL,
+    effect_attempt uuid,
+    was            text,
+    became         text NOT NULL,
+    receipt        text,
+    reason         text,
+    version        integer NOT NULL,
+    login          text NOT NULL DEFAULT session_user,
+    at             timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, effect_key);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', 'd32eaaef8ddf54855716dd0c5f7ab3185d4d6561e23f3c39cc7b1db2c39412d6');
+
+SET check_function_bodies = off;
+
+-- authority/arm.sql
+-- The timeline of a running primary; the control file lags after a promotion.
+CREATE OR REPLACE FUNCTION fencepost._timeline()
+RETURNS bigint LANGUAGE sql VOLATILE AS $$
+    SELECT ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::bigint
+$$;
+
+-- What the keeper of the witness compares before it arms or beats.
+CREATE OR REPLACE FUNCTION fencepost.tip(
+    OUT installation uuid, OUT seq bigint, OUT nonce uuid, OUT system_identifier bigint, OUT timeline bigint,
+    OUT armed boolean, OUT beat_at timestamptz)
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(), fencepost.armed(), p.beat_at
+    FROM fencepost.installation AS i, fencepost.tip AS p, pg_control_system() AS c
+$$;
+
+-- Refuses unless the database's tip is what the witness says, on the same system and timeline.
+CREATE OR REPLACE FUNCTION fencepost._require_witness(
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_system_identifier bigint, p_timeline bigint)
+RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v record;
+    v_hint constant text := 'an operator must find out what was restored or lost before anything acts again: fencepost doctor';
+BEGIN
+    PERFORM FROM fencepost.tip FOR UPDATE;
+    SELECT * INTO v FROM fencepost.tip();
+    IF v.installation <> p_installation THEN
+        PERFORM fencepost._refuse('ZF002', 'the witness belongs to another installation', 'installation', 'check FENCEPOST_STATE');
+    ELSIF v.system_identifier <> p_system_identifier THEN
+        PERFORM fencepost._refuse('ZF002', 'the database runs on another system than the witness saw', 'system_identifier', v_hint);
+    ELSIF v.timeline <> p_timeline THEN
+        PERFORM fencepost._refuse('ZF002', 'the database runs on another timeline than the witness saw', 'timeline', v_hint);
+    ELSIF v.seq < p_seq THEN
+        PERFORM fencepost._refuse('ZF002', 'the database is behind its witness: it was restored from an older copy', 'behind', v_hint);
+    ELSIF v.seq > p_seq THEN
+        PERFORM fencepost._refuse('ZF002', 'the database is ahead of its witness: the witness is stale', 'ahead', v_hint);
+    ELSIF v.nonce <> p_nonce THEN
+        PERFORM fencepost._refuse('ZF002', 'database and witness took different turns', 'nonce', v_hint);
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION fencepost._log_authority(p_kind text, p_detail jsonb)
+RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_seq bigint;
+    v_previous bytea;
+BEGIN
+    SELECT l.seq, l.hash INTO v_seq, v_previous FROM fencepost.authority_log AS l ORDER BY l.seq DESC LIMIT 1;
+    v_seq := coalesce(v_seq, 0) + 1;
+    v_previous := coalesce(v_previous, ''::bytea);
+    INSERT INTO fencepost.authority_log (seq, kind, detail, previous, hash)
+    VALUES (v_seq, p_kind, p_detail, v_previous,
+            sha256(v_previous || convert_to(v_seq || ' ' || p_kind || ' ' || session_user || ' ' || p_detail::text, 'UTF8')));
+END $$;
+
+-- Arms this database: only by equality with the witness, never inside a subtransaction.
+-- Locks: gate EXCLUSIVE (waits at most five seconds for those who use authority now).
+CREATE OR REPLACE FUNCTION fencepost.arm(
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
+    p_system_identifier bigint, p_timeline bigint)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline);
+    IF p_next_seq <> p_seq + 1 OR p_next_nonce = p_nonce THEN
+        PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
+    END IF;
+    UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp();
+    DELETE FROM fencepost.ticket;
+    INSERT INTO fencepost.ticket (xid, postmaster_start, database_oid, table_oid, system_identifier, timeline, nonce)
+    SELECT pg_current_xact_id(), pg_postmaster_start_time(), d.oid, 'fencepost.ticket'::regclass::oid,
+           p_system_identifier, p_timeline, p_next_nonce
+    FROM pg_database AS d WHERE d.datname = current_database();
+    IF NOT fencepost.armed() THEN
+        PERFORM fencepost._refuse('ZF004', 'arm was called inside a subtransaction', 'subtransaction', 'call it as a transaction of its own');
+    END IF;
+    PERFORM fencepost._log_authority('armed', jsonb_build_object('seq', p_next_seq, 'nonce', p_next_nonce));
+END $$;
+
+-- One beat of the witness: advances the tip by compare-and-set. A disarmed database does not beat.
+CREATE OR REPLACE FUNCTION fencepost.beat(
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
+    p_system_identifier bigint, p_timeline bigint)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline);
+    IF p_next_seq <> p_seq + 1 OR p_next_nonce = p_nonce THEN
+        PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
+    END IF;
+    UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp();
+END $$;
+
+-- One holder at a time for a maintenance duty; true for the holder. The lease is compared by the database clock.
+CREATE OR REPLACE FUNCTION fencepost.lease_duty(p_name text, p_owner uuid, p_lease interval)
+RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    INSERT INTO fencepost.duty AS d (name, owner, lease_until) VALUES (p_name, p_owner, clock_timestamp() + p_lease)
+    ON CONFLICT (name) DO UPDATE SET owner = p_owner, lease_until = clock_timestamp() + p_lease
+        WHERE d.owner = p_owner OR d.lease_until <= clock_timestamp();
+    RETURN FOUND;
+END $$;
+
+
+-- authority/digest.sql
+-- One part of a digest: its length in four bytes, then the part; no two lists of parts look alike.
+CREATE OR REPLACE FUNCTION fencepost._part(p_part text)
+RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+    SELECT int4send(octet_length(convert_to(p_part, 'UTF8'))) || convert_to(p_part, 'UTF8')
+$$;
+
+-- Same operation, type, version and content: the same meaning, whatever the epoch. The first byte names the algorithm
+-- (1 = sha256), the first part the use.
+CREATE OR REPLACE FUNCTION fencepost.meaning(p_tenant text, p_operation text, p_type text, p_version integer, p_binding text)
+RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+    SELECT '\x01'::bytea || sha256(
+        fencepost._part('fencepost.meaning.v1') || fencepost._part(p_tenant) || fencepost._part(p_operation)
+        || fencepost._part(p_type) || fencepost._part(p_version::text) || fencepost._part(p_binding))
+$$;
+
+-- The meaning under an epoch.
+CREATE OR REPLACE FUNCTION fencepost.digest(
+    p_tenant text, p_operation text, p_type text, p_version integer, p_epoch bigint, p_binding text)
+RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+    SELECT '\x01'::bytea || sha256(
+        fencepost._part('fencepost.digest.v1') || fencepost._part(p_tenant) || fencepost._part(p_operation)
+        || fencepost._part(p_type) || fencepost._part(p_version::text) || fencepost._part(p_epoch::text)
+        || fencepost._part(p_binding))
+$$;
+
+-- Refuses a content binding that is neither a canonical content hash nor a reference.
+CREATE OR REPLACE FUNCTION fencepost._require_binding(p_binding text)
+RETURNS void LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    IF p_binding IS NULL OR length(p_binding) > 516 OR p_binding !~ '^(jcs-sha256:[0-9a-f]{64}|ref:[^\u0001-\u001f\u007f-\u009f]+)$' THEN
+        PERFORM fencepost._refuse('ZF003', 'binding is neither jcs-sha256:<64 hex> nor ref:<reference>', 'binding',
+            'compute it from the payload bytes with fencepost.schemas.content.binding');
+    END IF;
+END $$;
+
+
+-- authority/enter.sql
+-- True while this database may exercise authority: the ticket was written by the row's own transaction, in this
+-- database, since this start of the server. A restart, a copy, a dump or a promotion makes it false.
+CREATE OR REPLACE FUNCTION fencepost.armed()
+RETURNS boolean LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT EXISTS (
+        SELECT FROM fencepost.ticket AS t
+        WHERE t.xmin = t.xid::xid
+          AND t.postmaster_start = pg_postmaster_start_time()
+          AND t.database_oid = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()))
+$$;
+
+-- Every use of authority starts here: the gate first, the ticket in a later statement.
+-- Locks: gate (ROW SHARE) before job before effect before domain rows.
+CREATE OR REPLACE FUNCTION fencepost._enter()
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    LOCK TABLE fencepost.gate IN ROW SHARE MODE;
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- An older snapshot would show the old epoch; the row lock raises 40001 if it changed since.
+        PERFORM FROM fencepost.installation FOR SHARE;
+    END IF;
+    IF NOT fencepost.armed() THEN
+        PERFORM fencepost._refuse('ZF001', 'this database is not armed', 'armed',
+            'after a plain restart any relay or worker re-arms it; after a restore an operator must decide: fencepost doctor');
+    END IF;
+END $$;
+
+-- The epoch a tenant stands at: its own row, or the floor where that is higher.
+CREATE OR REPLACE FUNCTION fencepost._epoch(p_tenant text)
+RETURNS bigint LANGUAGE sql STABLE AS $$
+    SELECT greatest(i.floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = p_tenant))
+    FROM fencepost.installation AS i
+$$;
+
+
+-- authority/refuse.sql
+-- Raises one typed refusal: an SQLSTATE of class ZF, the field or fence part as COLUMN, what to do as HINT.
+CREATE OR REPLACE FUNCTION fencepost._refuse(p_code text, p_message text, p_field text, p_hint text)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION USING ERRCODE = p_code, MESSAGE = p_message, COLUMN = coalesce(p_field, ''), HINT = coalesce(p_hint, '');
+END $$;
+
+-- Refuses an identity that is null, empty, too long, padded, or holds a control character; names the field.
+CREATE OR REPLACE FUNCTION fencepost._require_identity(p_field text, p_value text)
+RETURNS void LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    IF p_value IS NULL OR p_value = '' THEN
+        PERFORM fencepost._refuse('ZF003', p_field || ' is empty', p_field, 'give a value of 1 to 200 characters');
+    ELSIF length(p_value) > 200 THEN
+        PERFORM fencepost._refuse('ZF003', p_field || ' is longer than 200 characters', p_field, 'give a shorter value');
+    ELSIF p_value ~ '[\u0001-\u001f\u007f-\u009f\ufdd0-\ufdef\ufffe\uffff]' THEN
+        PERFORM fencepost._refuse('ZF003', p_field || ' holds a control character or a noncharacter', p_field, 'remove it');
+    ELSIF p_value ~ '^[ \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]|[ \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]$' THEN
+        PERFORM fencepost._refuse('ZF003', p_field || ' begins or ends with white space', p_field, 'trim it');
+    END IF;
+END $$;
+
+
+-- authority/status.sql
+-- What is in every state, by tenant and class or type: count, oldest age and attempts, with typed reasons; no payloads.
+CREATE OR REPLACE VIEW fencepost.status AS
+    SELECT 'job'::text AS axis, j.exec AS state, j.tenant, j.class AS kind, coalesce(j.reason, '') AS reason, count(*) AS count,
+           min(CASE j.exec WHEN 'queued' THEN j.submitted_at ELSE j.changed_at END) AS oldest, max(j.attempts) AS attempts
+    FROM fencepost.job AS j GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'effect', e.state, e.tenant, e.class, coalesce(e.reason, ''), count(*), min(e.changed_at), max(e.begins)
+    FROM fencepost.effect AS e GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'event', 'parked', p.tenant, p.type, p.reason, count(*), min(p.parked_at), max(p.attempts)
+    FROM fencepost.parked AS p GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'delivery', 'dead_letter', coalesce(d.tenant, ''), d.consumer, d.reason, count(*), min(d.created_at), max(d.attempts)
+    FROM fencepost.dead_letter AS d GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'reservation', 'reserved', r.tenant, r.consumer, '', count(*), min(r.reserved_at), 0
+    FROM fencepost.reservation AS r GROUP BY 1, 2, 3, 4, 5;
+
+
+-- effects/begin_effect.sql
+-- Records the intent before the dispatch. outcome begun: dispatch now, and only within timeout_ms counted from before
+-- this call. outcome recorded: the effect happened already, here is its receipt; do not dispatch.
+-- Extends the lease past the dispatch deadline, so that nobody takes over while the call may still be under way.
+-- Crash here: [E] after this commit and before the outcome: the effect stays pending, then unknown; never sent again
+-- without evidence.
+CREATE OR REPLACE FUNCTION fencepost.begin_effect(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint,
+    p_effect_key text, p_kind text, p_effect_attempt uuid, p_request_digest bytea, p_timeout interval,
+    OUT outcome text, OUT timeout_ms bigint, OUT lease_ms bigint, OUT receipt text, OUT result bytea, OUT version integer)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_class fencepost.job_class;
+    v_effect fencepost.effect;
+    v_now timestamptz;
+BEGIN
+    PERFORM fencepost._require_identity('effect_key', p_effect_key);
+    IF p_effect_attempt IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'effect_attempt is null', 'effect_attempt', 'make a new UUID for every begin');
+    ELSIF p_request_digest IS NULL OR octet_length(p_request_digest) <> 32 THEN
+        PERFORM fencepost._refuse('ZF003', 'request_digest is not 32 bytes', 'request_digest', 'sha256 of the request');
+    ELSIF p_kind IS NULL OR p_kind NOT IN ('keyed', 'lookup', 'opaque') THEN
+        PERFORM fencepost._refuse('ZF003', 'kind is not keyed, lookup or opaque', 'kind', NULL);
+    END IF;
+    v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT c.* INTO STRICT v_class FROM fencepost.job_class AS c WHERE c.class = p_class;
+    IF p_timeout IS NULL OR p_timeout <= interval '0' OR p_timeout > v_class.max_effect_timeout THEN
+        PERFORM fencepost._refuse('ZF003', 'timeout is not within the class maximum', 'timeout', 'raise max_effect_timeout of the class');
+    END IF;
+
+    SELECT e.* INTO v_effect FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
+    IF FOUND THEN
+        IF v_effect.request_digest <> p_request_digest THEN
+            PERFORM fencepost._refuse('ZF010', 'the effect key was already used for another request', 'effect_key',
+                'a different request needs a different effect key');
+        ELSIF v_effect.state IN ('success', 'resolved_applied') THEN
+            outcome := 'recorded';
+            receipt := v_effect.receipt;
+            result := v_effect.result;
+            version := v_effect.version;
+            RETURN;
+        ELSIF v_effect.state IN ('pending', 'unknown') THEN
+            PERFORM fencepost._refuse('ZF030', 'the effect is ' || v_effect.state, 'effect_key', 'record its outcome or reconcile it');
+        ELSIF v_effect.class <> p_class THEN
+            PERFORM fencepost._refuse('ZF010', 'the effect key belongs to another class of this operation', 'class',
+                'use an effect key of its own');
+        END IF;
+    END IF;
+    IF v_job.mode <> 'execute' THEN
+        PERFORM fencepost._refuse('ZF032', 'this claim may finish with the recorded receipt, not begin', 'mode',
+            'publish with the receipt; declare the class resumable if it has several effects');
+    ELSIF EXISTS (SELECT FROM fencepost.tenant AS t WHERE t.tenant = p_tenant AND t.frozen) THEN
+        PERFORM fencepost._refuse('ZF021', 'effects of this tenant are frozen', 'tenant', 'wait for the thaw');
+    ELSIF v_class.policy = 'strict' AND EXISTS (
+        SELECT FROM fencepost.effect AS e
+        WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.class = p_class AND e.effect_key <> p_effect_key) THEN
+        PERFORM fencepost._refuse('ZF031', 'a job of a strict class has one effect', 'effect_key', 'declare the class resumable');
+    END IF;
+
+    v_now := clock_timestamp();
+    INSERT INTO fencepost.effect AS e (tenant, operation, effect_key, class, kind, state, effect_attempt, begun_by,
+        request_digest, dispatch_deadline, quiescent_at)
+    VALUES (p_tenant, p_operation, p_effect_key, p_class, p_kind, 'pending', p_effect_attempt, p_attempt, p_request_digest,
+        v_now + p_timeout, v_now + p_timeout + v_class.network_bound)
+    ON CONFLICT (tenant, operation, effect_key) DO UPDATE SET state = 'pending', kind = p_kind, effect_attempt = p_effect_attempt,
+        begun_by = p_attempt, dispatch_deadline = v_now + p_timeout, quiescent_at = v_now + p_timeout + v_class.network_bound,
+        decision_id = NULL, receipt = NULL, result = NULL, reason = NULL, version = e.version + 1, begins = e.begins + 1,
+        begun_at = v_now, changed_at = v_now
+    -- Invariant: a job of another class may have begun this key since it was looked at; only these may begin again.
+    WHERE e.state IN ('failed_before_dispatch', 'resolved_not_applied') AND e.class = p_class AND e.request_digest = p_request_digest
+    RETURNING e.version INTO version;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF030', 'the effect was begun by a job of another class meanwhile', 'effect_key',
+            'its receipt can be read once it is recorded');
+    END IF;
+    PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, NULL);
+    UPDATE fencepost.job AS j SET open_effects = j.open_effects + 1,
+        lease_until = greatest(j.lease_until, v_now + p_timeout + v_class.lease)
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class
+    RETURNING (extract(epoch FROM j.lease_until - v_now) * 1000)::bigint INTO lease_ms;
+    outcome := 'begun';
+    timeout_ms := (extract(epoch FROM p_timeout) * 1000)::bigint;
+END $$;
+
+-- Appends the state an effect has just reached to its history.
+CREATE OR REPLACE FUNCTION fencepost._effect_event(p_tenant text, p_operation text, p_effect_key text, p_was text, p_reason text)
+RETURNS void LANGUAGE sql AS $$
+    INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, receipt, reason, version)
+    SELECT e.tenant, e.operation, e.effect_key, e.effect_attempt, p_was, e.state, e.receipt, p_reason, e.version
+    FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key
+$$;
+
+
+-- effects/reconcile.sql
+-- Settles an unknown effect by evidence: applied (with a receipt) or not_applied. "Not applied" is refused (ZF034)
+-- before the call can no longer be under way, unless the worker's end is attested or the same provider key is used again.
+-- Locks: gate, job, effect.
+CREATE OR REPLACE FUNCTION fencepost.reconcile(
+    p_tenant text, p_operation text, p_effect_key text, p_version integer, p_verdict text, p_evidence_kind text,
+    p_evidence_ref text, p_receipt text, p_decision_id uuid, p_actor text, p_reason text)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_effect fencepost.effect;
+    v_class text;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    IF p_verdict IS NULL OR p_verdict NOT IN ('applied', 'not_applied') THEN
+        PERFORM fencepost._refuse('ZF003', 'verdict is neither applied nor not_applied', 'verdict', NULL);
+    ELSIF p_evidence_kind IS NULL OR p_evidence_kind NOT IN ('receipt_lookup', 'provider_statement', 'termination_attested', 'operator') THEN
+        PERFORM fencepost._refuse('ZF037', 'evidence_kind is not receipt_lookup, provider_statement, termination_attested or operator',
+            'evidence_kind', NULL);
+    ELSIF p_evidence_ref IS NULL OR p_evidence_ref = '' THEN
+        PERFORM fencepost._refuse('ZF037', 'evidence_ref is empty', 'evidence_ref', 'say where the evidence can be found');
+    ELSIF p_verdict = 'applied' AND (p_receipt IS NULL OR p_receipt = '') THEN
+        PERFORM fencepost._refuse('ZF037', 'applied needs the provider''s receipt', 'receipt', NULL);
+    ELSIF p_decision_id IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'decision_id is null', 'decision_id', 'make a new UUID for every decision');
+    END IF;
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT e.class INTO v_class FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF036', 'there is no such effect', 'effect_key', 'check tenant, operation and effect key');
+    END IF;
+    SELECT j.* INTO STRICT v_job FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
+    SELECT e.* INTO STRICT v_effect FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
+    IF v_effect.state <> 'unknown' THEN
+        PERFORM fencepost._refuse('ZF036', 'the effect is ' || v_effect.state || ', not unknown', 'state',
+            'only an unknown effect is reconciled; a pending one becomes unknown at its deadline');
+    ELSIF v_effect.version IS DISTINCT FROM p_version THEN
+        PERFORM fencepost._refuse('ZF035', 'the effect changed since it was looked at', 'version', 'look again: fencepost effects show');
+    ELSIF p_verdict = 'not_applied' AND v_effect.quiescent_at > clock_timestamp() AND p_evidence_kind <> 'termination_attested'
+          AND v_effect.kind <> 'keyed' THEN
+        PERFORM fencepost._refuse('ZF034', 'the call may still be under way', 'quiescent_at',
+            'decide after ' || to_char(v_effect.quiescent_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC, or attest that the worker ended');
+    END IF;
+    UPDATE fencepost.effect AS e SET state = CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END,
+        receipt = CASE p_verdict WHEN 'applied' THEN p_receipt ELSE NULL END, decision_id = p_decision_id, reason = NULL,
+        version = e.version + 1, changed_at = clock_timestamp()
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, 'unknown', p_reason);
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict, evidence_kind, evidence_ref)
+    VALUES (p_decision_id, 'reconcile', p_actor, p_reason, p_tenant, p_operation, p_effect_key, p_verdict, p_evidence_kind, p_evidence_ref);
+    PERFORM fencepost._settle(v_job, CASE p_verdict WHEN 'applied' THEN 1 ELSE 0 END);
+    RETURN CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END;
+END $$;
+
+
+-- effects/record_effect.sql
+-- A pending effect whose worker is gone or whose deadline passed: nobody knows. The job row is locked by the caller.
+CREATE OR REPLACE FUNCTION fencepost._forget(p_tenant text, p_operation text, p_effect_key text, p_reason text)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    UPDATE fencepost.effect AS e SET state = 'unknown', reason = p_reason, version = e.version + 1, changed_at = clock_timestamp()
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key AND e.state = 'pending';
+    IF FOUND THEN
+        PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, 'pending', p_reason);
+    END IF;
+END $$;
+
+-- Pending effects of jobs that no longer run turn unknown at their own deadline (a cancelled job's, for one).
+CREATE OR REPLACE FUNCTION fencepost._expire_effects(p_classes text[], p_limit integer)
+RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    v_key record;
+    v_count integer := 0;
+BEGIN
+    FOR v_key IN
+        SELECT e.tenant, e.operation, e.class, e.effect_key
+        FROM fencepost.effect AS e
+        JOIN fencepost.job AS j ON j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class
+        WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp())
+          AND j.exec <> 'running'
+        ORDER BY e.tenant, e.operation, e.effect_key LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
+    LOOP
+        IF EXISTS (SELECT FROM fencepost.job AS j
+                   WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class
+                     AND j.exec <> 'running') THEN
+            PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
+            v_count := v_count + 1;
+        END IF;
+    END LOOP;
+    RETURN v_count;
+END $$;
+
+-- Settles what an open effect was to its job: one less open, one more applied, and a blocked job runs again.
+CREATE OR REPLACE FUNCTION fencepost._settle(p_job fencepost.job, p_applied integer)
+RETURNS void LANGUAGE sql AS $$
+    UPDATE fencepost.job AS j SET
+        open_effects = j.open_effects - CASE j.exec WHEN 'done' THEN 0 ELSE 1 END,
+        applied_effects = j.applied_effects + p_applied,
+        exec = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN 'queued' ELSE j.exec END,
+        run_at = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN clock_timestamp() ELSE j.run_at END,
+        reason = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN 'effect_settled' ELSE j.reason END,
+        changed_at = clock_timestamp()
+    WHERE j.tenant = p_job.tenant AND j.operation = p_job.operation AND j.class = p_job.class
+$$;
+
+-- Records what became of an effect. Needs the effect attempt, not the lease: late evidence is welcome, late authority is
+-- not. Only success (with a receipt) and failed_before_dispatch are definite; unknown takes the job away from its attempt.
+-- Returns the state of the effect, or superseded: the receipt of an earlier begin was kept as evidence, and only that.
+-- Locks: gate, job, effect.
+CREATE OR REPLACE FUNCTION fencepost.record_effect(
+    p_tenant text, p_operation text, p_effect_key text, p_effect_attempt uuid, p_outcome text, p_receipt text,
+    p_result bytea, p_reason text)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_effect fencepost.effect;
+    v_class text;
+BEGIN
+    IF p_outcome IS NULL OR p_outcome NOT IN ('success', 'failed_before_dispatch', 'unknown') THEN
+        PERFORM fencepost._refuse('ZF003', 'outcome is not success, failed_before_dispatch or unknown', 'outcome', NULL);
+    ELSIF p_outcome = 'success' AND (p_receipt IS NULL OR length(p_receipt) NOT BETWEEN 1 AND 2000) THEN
+        PERFORM fencepost._refuse('ZF037', 'success needs the provider''s receipt', 'receipt', 'without one the effect is unknown');
+    ELSIF octet_length(p_result) > 1048576 THEN
+        PERFORM fencepost._refuse('ZF003', 'result is larger than 1 MiB', 'result', 'keep a reference');
+    END IF;
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT e.class INTO v_class FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF033', 'no such effect was begun', 'effect_key', 'begin before the dispatch');
+    END IF;
+    SELECT j.* INTO STRICT v_job FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
+    SELECT e.* INTO STRICT v_effect FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
+    IF v_effect.effect_attempt IS DISTINCT FROM p_effect_attempt AND p_outcome = 'success' AND EXISTS (
+        SELECT FROM fencepost.effect_event AS v
+        WHERE v.tenant = p_tenant AND v.operation = p_operation AND v.effect_key = p_effect_key
+          AND v.effect_attempt = p_effect_attempt) THEN
+        -- A receipt of an earlier begin, after a later one: kept as evidence, flagged, and no state changes by it.
+        INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, receipt, reason, version)
+        VALUES (p_tenant, p_operation, p_effect_key, p_effect_attempt, v_effect.state, v_effect.state, p_receipt,
+            'late_receipt_of_earlier_attempt', v_effect.version);
+        UPDATE fencepost.effect AS e SET contradicted = true
+        WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key AND NOT e.contradicted;
+        RETURN 'superseded';
+    ELSIF v_effect.effect_attempt IS DISTINCT FROM p_effect_attempt THEN
+        PERFORM fencepost._refuse('ZF033', 'the effect was begun again by another attempt', 'effect_attempt',
+            'give the receipt to an operator: fencepost effects reconcile');
+    END IF;
+
+    IF p_outcome = 'success' AND v_effect.state IN ('success', 'resolved_applied') THEN
+        RETURN v_effect.state;
+    ELSIF p_outcome = 'success' AND v_effect.state = 'resolved_not_applied' THEN
+        -- The receipt contradicts the decision: kept as evidence, and the job stops until somebody has looked.
+        UPDATE fencepost.effect AS e SET contradicted = true, state = 'unknown', reason = 'contradicted', version = e.version + 1,
+            receipt = p_receipt, result = p_result, decision_id = NULL, changed_at = clock_timestamp()
+        WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+        PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, 'contradicted');
+        UPDATE fencepost.job AS j SET open_effects = CASE WHEN j.exec = 'done' THEN 0 ELSE j.open_effects + 1 END,
+            exec = CASE WHEN j.exec IN ('queued', 'running', 'poison') THEN 'blocked' ELSE j.exec END,
+            generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
+            reason = 'effect_contradicted', changed_at = clock_timestamp()
+        WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class;
+        RETURN 'unknown';
+    ELSIF p_outcome = 'success' AND v_effect.state = 'unknown' AND v_effect.reason = 'contradicted' THEN
+        RETURN 'unknown';
+    ELSIF v_effect.state NOT IN ('pending', 'unknown') OR p_outcome = 'unknown' AND v_effect.state = 'unknown' THEN
+        PERFORM fencepost._refuse('ZF033', 'the effect is already ' || v_effect.state, 'effect_key', 'nothing is left to record');
+    END IF;
+
+    UPDATE fencepost.effect AS e SET state = p_outcome, receipt = CASE p_outcome WHEN 'success' THEN p_receipt ELSE e.receipt END,
+        result = CASE p_outcome WHEN 'success' THEN p_result ELSE e.result END, reason = left(p_reason, 500),
+        version = e.version + 1, changed_at = clock_timestamp()
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, left(p_reason, 500));
+    IF p_outcome = 'unknown' THEN
+        IF v_job.exec = 'running' AND v_job.attempt = v_effect.begun_by THEN
+            PERFORM fencepost._leave(v_job, 'effect_unknown', left(coalesce(p_reason, ''), 500), interval '0');
+        END IF;
+    ELSE
+        PERFORM fencepost._settle(v_job, CASE p_outcome WHEN 'success' THEN 1 ELSE 0 END);
+    END IF;
+    RETURN p_outcome;
+END $$;
+
+
+-- inbox/dead_letter.sql
+CREATE OR REPLACE FUNCTION fencepost._dead_letter(
+    p_consumer text, p_coordinates text, p_reason text, p_field text, p_detail text, p_tenant text, p_operation text,
+    p_type text, p_version integer, p_event_id uuid, p_stored_meaning bytea, p_arrived_meaning bytea, p_attempts integer,
+    p_headers jsonb, p_payload bytea)
+RETURNS void LANGUAGE sql AS $$
+    INSERT INTO fencepost.dead_letter AS d (consumer, coordinates, reason, field, detail, tenant, operation, type, version,
+        event_id, stored_meaning, arrived_meaning, attempts, headers, payload, content)
+    VALUES (p_consumer, p_coordinates, p_reason, p_field, p_detail, p_tenant, p_operation, p_type, p_version,
+        p_event_id, p_stored_meaning, p_arrived_meaning, p_attempts, p_headers, p_payload,
+        sha256(convert_to(p_headers::text, 'UTF8') || p_payload))
+    ON CONFLICT (consumer, coordinates, reason, content) DO UPDATE SET attempts = d.attempts + excluded.attempts
+$$;
+
+-- Refuses coordinates that name nothing, or more than an index can hold.
+CREATE OR REPLACE FUNCTION fencepost._require_coordinates(p_coordinates text)
+RETURNS void LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    IF p_coordinates IS NULL OR p_coordinates = '' OR octet_length(p_coordinates) > 2000 THEN
+        PERFORM fencepost._refuse('ZF003', 'coordinates are empty or longer than 2000 bytes', 'coordinates',
+            'name broker, place and message');
+    END IF;
+END $$;
+
+-- Keeps a delivery that cannot be handled: undecodable, or failed by its handler too often. Once per delivery, reason and
+-- content; again is counted.
+CREATE OR REPLACE FUNCTION fencepost.dead_letter(
+    p_consumer text, p_coordinates text, p_reason text, p_field text, p_detail text, p_tenant text, p_operation text,
+    p_type text, p_version integer, p_event_id uuid, p_attempts integer, p_headers jsonb, p_payload bytea)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    IF p_reason IS NULL OR p_reason NOT IN ('undecodable', 'handler_failed') THEN
+        PERFORM fencepost._refuse('ZF003', 'reason is neither undecodable nor handler_failed', 'reason', NULL);
+    END IF;
+    PERFORM fencepost._require_coordinates(p_coordinates);
+    IF p_headers IS NULL OR p_payload IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'give what arrived, empty if there was nothing');
+    END IF;
+    PERFORM fencepost._dead_letter(p_consumer, p_coordinates, p_reason, p_field, coalesce(p_detail, ''), p_tenant, p_operation, p_type,
+        p_version, p_event_id, NULL, NULL, greatest(p_attempts, 1), p_headers, p_payload);
+END $$;
+
+
+-- inbox/reserve.sql
+-- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
+-- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
+-- both meanings, not handled). Concurrent copies wait for the first transaction; bound it with lock_timeout.
+CREATE OR REPLACE FUNCTION fencepost.reserve(
+    p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
+    p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
+    OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_meaning bytea;
+    v_delivery record;
+    v_reserved record;
+BEGIN
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    PERFORM fencepost._require_identity('operation', p_operation);
+    PERFORM fencepost._require_identity('type', p_type);
+    PERFORM fencepost._require_binding(p_binding);
+    PERFORM fencepost._require_coordinates(p_coordinates);
+    IF p_version IS NULL OR p_version NOT BETWEEN 1 AND 32767 THEN
+        PERFORM fencepost._refuse('ZF003', 'version is not between 1 and 32767', 'version', NULL);
+    ELSIF p_event_id IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'event_id is null', 'event_id', 'pass the id that the event arrived with');
+    ELSIF p_source IS NULL OR p_source = '' OR length(p_source) > 200 THEN
+        PERFORM fencepost._refuse('ZF003', 'source is empty or longer than 200 characters', 'source', NULL);
+    ELSIF p_epoch IS NULL OR p_epoch < 0 THEN
+        PERFORM fencepost._refuse('ZF003', 'epoch is null or negative', 'epoch', 'pass the epoch that the event arrived with');
+    ELSIF p_event_time IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'event_time is null', 'event_time', 'pass the time that the event arrived with');
+    ELSIF p_headers IS NULL OR p_payload IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'a conflict must be able to keep them');
+    END IF;
+    v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
+    other_epoch := false;
+
+    INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
+    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type, v_meaning, p_event_id)
+    ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
+    RETURNING d.* INTO v_delivery;
+    arrivals := v_delivery.arrivals;
+    IF (v_delivery.tenant, v_delivery.operation, v_delivery.type, v_delivery.meaning)
+       IS DISTINCT FROM (p_tenant, p_operation, p_type, v_meaning) THEN
+        outcome := 'conflict';
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
+            'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
+            p_event_id, v_delivery.meaning, v_meaning, 1, p_headers, p_payload);
+        RETURN;
+    END IF;
+
+    INSERT INTO fencepost.reservation (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
+    VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
+    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
+    IF FOUND THEN
+        outcome := 'reserved';
+        RETURN;
+    END IF;
+    SELECT r.meaning, r.epoch INTO v_reserved FROM fencepost.reservation AS r
+    WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+    IF NOT FOUND THEN
+        RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
+    ELSIF v_reserved.meaning = v_meaning THEN
+        outcome := 'duplicate';
+        other_epoch := v_reserved.epoch <> p_epoch;
+    ELSE
+        outcome := 'conflict';
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'conflict', 'operation',
+            'the operation was already handled with another meaning', p_tenant, p_operation, p_type, p_version,
+            p_event_id, v_reserved.meaning, v_meaning, 1, p_headers, p_payload);
+    END IF;
+END $$;
+
+
+-- jobs/append_only.sql
+-- History stays: these tables take inserts only, from anybody.
+CREATE OR REPLACE FUNCTION fencepost._append_only()
+RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._refuse('ZF003', TG_TABLE_NAME || ' is append-only', TG_TABLE_NAME, 'history is never changed');
+    RETURN NULL;
+END $$;
+
+-- Invariant: a generation never decreases; a lower one would give an old fence its authority back.
+CREATE OR REPLACE FUNCTION fencepost._generation_guard()
+RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._refuse('ZF020', 'a generation never decreases', 'generation', NULL);
+    RETURN NULL;
+END $$;
+
+DO $$
+DECLARE
+    v_table text;
+BEGIN
+    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event'] LOOP
+        EXECUTE format('CREATE OR REPLACE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
+                       'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
+    END LOOP;
+    CREATE OR REPLACE TRIGGER generation_guard BEFORE UPDATE ON fencepost.job
+    FOR EACH ROW WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard();
+    CREATE OR REPLACE TRIGGER generation_guard BEFORE UPDATE ON fencepost.slot
+    FOR EACH ROW WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard();
+END $$;
+
+
+-- jobs/cancel.sql
+-- Takes authority away, not history: advances the generation, clears the lease, leaves effects as they are.
+-- Returns cancelled, already_cancelled, or too_late (done).
+-- Locks: gate, then the job row: a cancel and a completion are ordered, one of them wins and both say so.
+CREATE OR REPLACE FUNCTION fencepost.cancel(p_tenant text, p_operation text, p_class text, p_actor text, p_reason text)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_exec text;
+    v_verdict text := 'cancelled';
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    SELECT j.exec INTO v_exec FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF050', 'there is no such job', 'operation', 'check tenant, operation and class');
+    ELSIF v_exec = 'done' THEN
+        RETURN 'too_late';
+    ELSIF v_exec = 'cancelled' THEN
+        RETURN 'already_cancelled';
+    END IF;
+    UPDATE fencepost.job AS j SET exec = 'cancelled', generation = j.generation + 1, attempt = NULL, owner = NULL,
+        lease_until = NULL, reason = 'cancelled', detail = p_reason, changed_at = clock_timestamp()
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict)
+    VALUES (gen_random_uuid(), 'cancel', p_actor, p_reason, p_tenant, p_operation, p_class, v_verdict);
+    RETURN v_verdict;
+END $$;
+
+-- Gives poison or cancelled work a fresh budget, on an operator's word; refused while an effect is open.
+CREATE OR REPLACE FUNCTION fencepost.requeue(p_tenant text, p_operation text, p_class text, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    SELECT j.* INTO v_job FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF050', 'there is no such job', 'operation', 'check tenant, operation and class');
+    ELSIF v_job.exec NOT IN ('poison', 'cancelled') THEN
+        PERFORM fencepost._refuse('ZF020', 'the job is neither poison nor cancelled', 'state', 'only those can be queued again');
+    ELSIF v_job.open_effects > 0 THEN
+        PERFORM fencepost._refuse('ZF030', 'an effect of this job is pending or unknown', 'effect', 'reconcile it first');
+    END IF;
+    UPDATE fencepost.job AS j SET exec = 'queued', generation = j.generation + 1, attempts = 0, finishes = 0,
+        run_at = clock_timestamp(), reason = 'requeued', detail = p_reason, changed_at = clock_timestamp()
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict)
+    VALUES (gen_random_uuid(), 'requeue', p_actor, p_reason, p_tenant, p_operation, p_class, 'queued');
+END $$;
+
+
+-- jobs/claim.sql
+-- Reclaims what expired leases left behind. Locked rows are skipped; what changed meanwhile is looked at again.
+-- Crash here: [J] a worker that died is found by its expired lease; an effect it left pending becomes unknown.
+CREATE OR REPLACE FUNCTION fencepost._reap(p_classes text[], p_limit integer)
+RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    v_key record;
+    v_job fencepost.job;
+    v_count integer := 0;
+BEGIN
+    FOR v_key IN
+        SELECT j.tenant, j.operation, j.class FROM fencepost.job AS j
+        WHERE j.exec = 'running' AND j.class = ANY (p_classes) AND j.lease_until <= (SELECT clock_timestamp())
+        ORDER BY j.tenant, j.operation, j.class LIMIT p_limit FOR NO KEY UPDATE SKIP LOCKED
+    LOOP
+        SELECT j.* INTO v_job FROM fencepost.job AS j
+        WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class;
+        IF v_job.exec = 'running' AND v_job.lease_until <= clock_timestamp() THEN
+            PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
+            v_count := v_count + 1;
+        END IF;
+    END LOOP;
+    RETURN v_count;
+END $$;
+
+-- Takes a running, locked job away from its attempt: unknown effects block it, a used-up budget poisons it, else it is
+-- queued again. Advances the generation.
+CREATE OR REPLACE FUNCTION fencepost._leave(p_job fencepost.job, p_reason text, p_detail text, p_delay interval)
+RETURNS text LANGUAGE plpgsql AS $$
+DECLARE
+    v_class fencepost.job_class;
+    v_exec text;
+    v_reason text := p_reason;
+    v_finish boolean;
+BEGIN
+    SELECT c.* INTO STRICT v_class FROM fencepost.job_class AS c WHERE c.class = p_job.class;
+    PERFORM fencepost._forget(e.tenant, e.operation, e.effect_key, p_reason)
+    FROM fencepost.effect AS e
+    WHERE e.tenant = p_job.tenant AND e.operation = p_job.operation AND e.class = p_job.class AND e.state = 'pending';
+    v_finish := v_class.policy = 'strict' AND p_job.applied_effects > 0;
+    IF p_job.open_effects > 0 THEN
+        v_exec := 'blocked';
+        v_reason := 'effect_unknown';
+    ELSIF v_finish AND p_job.finishes >= v_class.max_finishes THEN
+        v_exec := 'poison';
+        v_reason := 'finishes_exhausted';
+    ELSIF NOT v_finish AND p_job.attempts >= v_class.max_attempts THEN
+        v_exec := 'poison';
+        v_reason := 'attempts_exhausted';
+    ELSE
+        v_exec := 'queued';
+    END IF;
+    UPDATE fencepost.job AS j SET exec = v_exec, generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
+        run_at = CASE v_exec WHEN 'queued' THEN clock_timestamp() + p_delay ELSE j.run_at END,
+        reason = v_reason,
+        detail = CASE WHEN v_reason = p_reason THEN p_detail ELSE left(concat_ws(': ', p_reason, nullif(p_detail, '')), 500) END,
+        changed_at = clock_timestamp()
+    WHERE j.tenant = p_job.tenant AND j.operation = p_job.operation AND j.class = p_job.class;
+    RETURN v_exec;
+END $$;
+
+-- Claims due work under finite leases, each with a new attempt and the next generation; an attempt counts here, so a
+-- crash counts. Work with a pending or unknown effect is never claimed.
+CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer)
+RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
+               attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._require_identity('owner', p_owner);
+    IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'limit is not between 1 and 1000', 'limit', NULL);
+    ELSIF p_classes IS NULL OR EXISTS (
+        SELECT FROM unnest(p_classes) AS u (class)
+        WHERE NOT EXISTS (SELECT FROM fencepost.job_class AS k WHERE k.class = u.class)) THEN
+        PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
+    END IF;
+    PERFORM fencepost._enter();
+    PERFORM fencepost._reap(p_classes, 100);
+    PERFORM fencepost._expire_effects(p_classes, 100);
+    RETURN QUERY
+    WITH candidate AS MATERIALIZED (
+        SELECT j.tenant, j.operation, j.class FROM fencepost.job AS j
+        WHERE j.exec = 'queued' AND j.class = ANY (p_classes) AND j.run_at <= (SELECT clock_timestamp())
+          AND j.open_effects = 0 AND j.epoch = fencepost._epoch(j.tenant)
+        ORDER BY j.priority DESC, j.run_at LIMIT p_limit FOR NO KEY UPDATE SKIP LOCKED
+    ), claimed AS (
+        UPDATE fencepost.job AS j SET
+            exec = 'running',
+            mode = CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 'finish' ELSE 'execute' END,
+            generation = j.generation + 1, attempt = gen_random_uuid(), owner = p_owner,
+            lease_until = clock_timestamp() + k.lease,
+            attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
+            finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
+            reason = NULL, detail = '', changed_at = clock_timestamp()
+        FROM candidate AS c JOIN fencepost.job_class AS k ON k.class = c.class
+        WHERE j.tenant = c.tenant AND j.operation = c.operation AND j.class = c.class
+          AND j.exec = 'queued' AND j.open_effects = 0 AND j.epoch = fencepost._epoch(j.tenant)
+        RETURNING j.*, k.max_attempts AS class_max_attempts, k.lease
+    ), recorded AS (
+        INSERT INTO fencepost.attempt (tenant, attempt, operation, class, generation, owner, epoch, mode)
+        SELECT d.tenant, d.attempt, d.operation, d.class, d.generation, d.owner, d.epoch, d.mode FROM claimed AS d
+    )
+    SELECT d.tenant, d.operation, d.class, d.generation, d.attempt, d.owner, d.epoch, d.mode, d.attempts, d.class_max_attempts,
+           d.args, d.source_event, (extract(epoch FROM d.lease) * 1000)::bigint
+    FROM claimed AS d ORDER BY d.priority DESC, d.run_at;
+END $$;
+
+-- Extends the lease of the current attempt by the class's lease, counted from now; nobody else's. Waits half a second at
+-- most for the job row (55P03): one long publish must not keep a worker from renewing its other leases.
+CREATE OR REPLACE FUNCTION fencepost.renew(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '500ms' AS $$
+BEGIN
+    PERFORM fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    UPDATE fencepost.job AS j SET lease_until = greatest(j.lease_until, clock_timestamp() + c.lease)
+    FROM fencepost.job_class AS c
+    WHERE c.class = p_class AND j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+END $$;
+
+-- Ends the current attempt without a result: queued again with a delay, blocked by an open effect, or poison.
+-- Returns what the job became.
+CREATE OR REPLACE FUNCTION fencepost.fail(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint,
+    p_reason text, p_detail text, p_delay interval DEFAULT NULL, p_final boolean DEFAULT false)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_class fencepost.job_class;
+    v_delay interval := p_delay;
+BEGIN
+    v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    SELECT c.* INTO STRICT v_class FROM fencepost.job_class AS c WHERE c.class = p_class;
+    IF v_delay IS NULL THEN
+        -- Doubles with every attempt up to the cap, then spread over the upper half.
+        v_delay := least(v_class.backoff_max, v_class.backoff_base * power(2, least(v_job.attempts - 1, 30)))
+                   * (0.5 + random() / 2);
+    END IF;
+    IF p_final AND v_job.open_effects = 0 THEN
+        UPDATE fencepost.job AS j SET exec = 'poison', generation = j.generation + 1, attempt = NULL, owner = NULL,
+            lease_until = NULL, reason = p_reason, detail = left(coalesce(p_detail, ''), 500), changed_at = clock_timestamp()
+        WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+        RETURN 'poison';
+    END IF;
+    RETURN fencepost._leave(v_job, p_reason, left(coalesce(p_detail, ''), 500), v_delay);
+END $$;
+
+-- Gives the claim back untouched, as a worker that stops does; the attempt is not charged.
+CREATE OR REPLACE FUNCTION fencepost.release(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+BEGIN
+    v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    IF v_job.open_effects = 0 THEN
+        UPDATE fencepost.job AS j SET attempts = greatest(j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END, 0),
+            finishes = greatest(j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END, 0)
+        WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class
+        RETURNING j.* INTO v_job;
+    END IF;
+    RETURN fencepost._leave(v_job, 'worker_stopped', '', interval '0');
+END $$;
+
+
+-- jobs/fence.sql
+-- Locks the job, then looks: refuses (ZF020, naming the first part that differs) unless the whole fence is current.
+-- Locks: gate, then the job row; the clock is read in a later statement than the one that waits.
+CREATE OR REPLACE FUNCTION fencepost._fence(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint)
+RETURNS fencepost.job LANGUAGE plpgsql AS $$
+DECLARE
+    v_job fencepost.job;
+    v_part text;
+BEGIN
+    PERFORM fencepost._enter();
+    SELECT j.* INTO v_job FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF020', 'there is no such job', 'operation', 'stop; nothing may be published');
+    END IF;
+    v_part := CASE
+        WHEN v_job.exec IS DISTINCT FROM 'running' THEN 'state'
+        WHEN v_job.generation IS DISTINCT FROM p_generation THEN 'generation'
+        WHEN v_job.attempt IS DISTINCT FROM p_attempt THEN 'attempt'
+        WHEN v_job.owner IS DISTINCT FROM p_owner THEN 'owner'
+        WHEN v_job.epoch IS DISTINCT FROM p_epoch OR fencepost._epoch(p_tenant) IS DISTINCT FROM p_epoch THEN 'epoch'
+        WHEN v_job.lease_until <= clock_timestamp() THEN 'lease'
+    END;
+    IF v_part IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF020', 'the fence is no longer current: ' || v_part, v_part,
+            'stop this attempt; what it computed may be staged for its successor, not published');
+    END IF;
+    RETURN v_job;
+END $$;
+
+-- Fences the caller's transaction: from here to its commit nobody supersedes this attempt, and the commit itself is
+-- refused when the fence is no longer current by then. Take it outside savepoints, before any domain write.
+CREATE OR REPLACE FUNCTION fencepost.fence(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+BEGIN
+    v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    IF v_job.open_effects > 0 THEN
+        PERFORM fencepost._refuse('ZF030', 'an effect of this job is pending or unknown', 'effect', 'record or reconcile it first');
+    END IF;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    INSERT INTO fencepost.publication (tenant, operation, class, generation, attempt, owner, epoch, lease_until)
+    VALUES (p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch, v_job.lease_until);
+END $$;
+
+-- Checks the fence again and completes the job, in the transaction that holds the fence.
+CREATE OR REPLACE FUNCTION fencepost.complete(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+BEGIN
+    v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    IF v_job.open_effects > 0 THEN
+        PERFORM fencepost._refuse('ZF030', 'an effect of this job is pending or unknown', 'effect', 'record or reconcile it first');
+    END IF;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    UPDATE fencepost.job AS j SET exec = 'done', done_attempt = p_attempt, attempt = NULL, owner = NULL, lease_until = NULL,
+        reason = NULL, detail = '', changed_at = clock_timestamp()
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+END $$;
+
+-- The check at commit, whatever the client did or forgot: still this attempt's, unexpired, same epoch, armed.
+CREATE OR REPLACE FUNCTION fencepost._publication_guard()
+RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_part text;
+BEGIN
+    PERFORM fencepost._enter();
+    SELECT j.* INTO v_job FROM fencepost.job AS j
+    WHERE j.tenant = NEW.tenant AND j.operation = NEW.operation AND j.class = NEW.class FOR NO KEY UPDATE;
+    v_part := CASE
+        WHEN NOT FOUND THEN 'operation'
+        WHEN NOT (v_job.exec = 'running' AND v_job.attempt = NEW.attempt OR v_job.exec = 'done' AND v_job.done_attempt = NEW.attempt)
+             THEN 'state'
+        WHEN v_job.generation <> NEW.generation THEN 'generation'
+        WHEN fencepost._epoch(NEW.tenant) <> NEW.epoch OR v_job.epoch <> NEW.epoch THEN 'epoch'
+        WHEN v_job.open_effects > 0 THEN 'effect'
+        WHEN greatest(NEW.lease_until, v_job.lease_until) <= clock_timestamp() THEN 'lease'
+    END;
+    IF v_part IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF020', 'the fence was lost before the commit: ' || v_part, v_part,
+            'nothing was published; what was computed may be staged for the successor');
+    END IF;
+    RETURN NULL;
+END $$;
+DO $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'fencepost.publication'::regclass AND tgname = 'publication_guard') THEN
+        CREATE CONSTRAINT TRIGGER publication_guard AFTER INSERT ON fencepost.publication
+        DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION fencepost._publication_guard();
+    END IF;
+END $$;
+
+
+-- jobs/published.sql
+-- Reads back what an ambiguous COMMIT did: true when this attempt completed the job. Waits at most five seconds for the
+-- job row, because a transaction that may still commit holds it: false is then definite, a lock timeout is not an answer.
+-- Locks: the job row.
+CREATE OR REPLACE FUNCTION fencepost.published(p_tenant text, p_operation text, p_class text, p_attempt uuid)
+RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_done_attempt uuid;
+BEGIN
+    SELECT j.done_attempt INTO v_done_attempt FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
+    RETURN coalesce(v_done_attempt = p_attempt, false);
+END $$;
+
+-- Reads back an ambiguous begin: the version the effect has under this effect attempt, or null when it was not begun.
+-- Locks: the job row, for the same reason.
+CREATE OR REPLACE FUNCTION fencepost.begun(
+    p_tenant text, p_operation text, p_class text, p_effect_key text, p_effect_attempt uuid)
+RETURNS integer LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_version integer;
+BEGIN
+    PERFORM FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
+    SELECT e.version INTO v_version FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key
+      AND e.effect_attempt = p_effect_attempt AND e.state = 'pending';
+    RETURN v_version;
+END $$;
+
+
+-- jobs/register_class.sql
+-- Registers a class of jobs or changes its policy; the handler's process calls it before it claims.
+CREATE OR REPLACE FUNCTION fencepost.register_class(
+    p_class text, p_policy text, p_lease interval, p_max_attempts integer, p_max_finishes integer,
+    p_backoff_base interval, p_backoff_max interval, p_max_effect_timeout interval, p_network_bound interval)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._require_identity('class', p_class);
+    IF p_policy IS NULL OR p_policy NOT IN ('strict', 'resumable') THEN
+        PERFORM fencepost._refuse('ZF003', 'policy is neither strict nor resumable', 'policy', NULL);
+    ELSIF p_lease IS NULL OR p_lease NOT BETWEEN interval '0.1 second' AND interval '1 day' THEN
+        PERFORM fencepost._refuse('ZF003', 'lease is not between 0.1 seconds and a day', 'lease', NULL);
+    ELSIF p_max_attempts IS NULL OR p_max_attempts NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'max_attempts is not between 1 and 1000', 'max_attempts', NULL);
+    ELSIF p_max_effect_timeout IS NULL OR p_max_effect_timeout NOT BETWEEN interval '0.05 second' AND interval '1 day' THEN
+        PERFORM fencepost._refuse('ZF003', 'max_effect_timeout is not between 0.05 seconds and a day', 'max_effect_timeout', NULL);
+    ELSIF p_max_finishes IS NULL OR p_max_finishes NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'max_finishes is not between 1 and 1000', 'max_finishes', NULL);
+    ELSIF p_backoff_base IS NULL OR p_backoff_max IS NULL OR p_backoff_base < interval '0' OR p_backoff_max < p_backoff_base
+          OR p_backoff_max > interval '30 days' THEN
+        PERFORM fencepost._refuse('ZF003', 'backoff is not 0 <= base <= max <= 30 days', 'backoff', NULL);
+    ELSIF p_network_bound IS NULL OR p_network_bound NOT BETWEEN interval '0' AND interval '1 day' THEN
+        PERFORM fencepost._refuse('ZF003', 'network_bound is not between 0 and a day', 'network_bound', NULL);
+    END IF;
+    INSERT INTO fencepost.job_class AS c (class, policy, lease, max_attempts, max_finishes, backoff_base, backoff_max,
+        max_effect_timeout, network_bound)
+    VALUES (p_class, p_policy, p_lease, p_max_attempts, p_max_finishes, p_backoff_base, p_backoff_max,
+        p_max_effect_timeout, p_network_bound)
+    ON CONFLICT (class) DO UPDATE SET policy = p_policy, lease = p_lease, max_attempts = p_max_attempts,
+        max_finishes = p_max_finishes, backoff_base = p_backoff_base, backoff_max = p_backoff_max,
+        max_effect_timeout = p_max_effect_timeout, network_bound = p_network_bound, registered_at = clock_timestamp()
+    WHERE (c.policy, c.lease, c.max_attempts, c.max_finishes, c.backoff_base, c.backoff_max, c.max_effect_timeout, c.network_bound)
+       IS DISTINCT FROM (p_policy, p_lease, p_max_attempts, p_max_finishes, p_backoff_base, p_backoff_max, p_max_effect_timeout, p_network_bound);
+END $$;
+
+
+-- jobs/stage.sql
+-- Stores what an attempt computed, for its successor; needs no lease and gives no right to publish. Immutable: the
+-- first candidate of an attempt stays; true when this call stored it.
+CREATE OR REPLACE FUNCTION fencepost.stage(p_tenant text, p_operation text, p_class text, p_attempt uuid, p_result bytea)
+RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF p_result IS NULL OR octet_length(p_result) > 1048576 THEN
+        PERFORM fencepost._refuse('ZF003', 'result is null or larger than 1 MiB', 'result', 'store it elsewhere and stage a reference');
+    ELSIF NOT EXISTS (SELECT FROM fencepost.attempt AS a
+                      WHERE a.tenant = p_tenant AND a.attempt = p_attempt AND a.operation = p_operation AND a.class = p_class) THEN
+        PERFORM fencepost._refuse('ZF020', 'this attempt never held the job', 'attempt', 'stage with the fence of the claim');
+    END IF;
+    INSERT INTO fencepost.staged (tenant, operation, class, attempt, result)
+    VALUES (p_tenant, p_operation, p_class, p_attempt, p_result)
+    ON CONFLICT (tenant, operation, class, attempt) DO NOTHING;
+    RETURN FOUND;
+END $$;
+
+-- The newest candidate that any attempt staged for this job, or nothing.
+CREATE OR REPLACE FUNCTION fencepost.staged(p_tenant text, p_operation text, p_class text)
+RETURNS TABLE (attempt uuid, result bytea, staged_at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT s.attempt, s.result, s.staged_at FROM fencepost.staged AS s
+    WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class ORDER BY s.n DESC LIMIT 1
+$$;
+
+
+-- jobs/submit.sql
+-- Schedules work for an operation in the caller's transaction. The same operation and class again is the same job;
+-- with another meaning it is a conflict (ZF010). Takes no gate: accepted work waits for authority, it needs none.
+CREATE OR REPLACE FUNCTION fencepost.submit(
+    p_tenant text, p_operation text, p_class text, p_args bytea, p_binding text, p_source_event uuid DEFAULT NULL,
+    p_run_at timestamptz DEFAULT NULL, p_priority integer DEFAULT 0)
+RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_epoch bigint;
+    v_meaning bytea;
+    v_stored bytea;
+BEGIN
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('operation', p_operation);
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._require_binding(p_binding);
+    IF p_args IS NULL OR octet_length(p_args) > 1048576 THEN
+        PERFORM fencepost._refuse('ZF003', 'args are null or larger than 1 MiB', 'args', 'store them elsewhere and pass a reference');
+    ELSIF p_run_at IS NOT NULL AND p_run_at NOT BETWEEN '2000-01-01 00:00+00' AND clock_timestamp() + interval '10 years' THEN
+        PERFORM fencepost._refuse('ZF003', 'run_at is not within the next ten years', 'run_at', 'give an instant with a time zone');
+    END IF;
+    v_epoch := fencepost._epoch(p_tenant);
+    v_meaning := fencepost.meaning(p_tenant, p_operation, 'job:' || p_class, 1, p_binding);
+    INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, source_event, priority, run_at)
+    VALUES (p_tenant, p_operation, p_class, p_args, v_meaning,
+        fencepost.digest(p_tenant, p_operation, 'job:' || p_class, 1, v_epoch, p_binding), v_epoch, v_epoch, p_source_event,
+        coalesce(p_priority, 0), coalesce(p_run_at, clock_timestamp()))
+    ON CONFLICT (tenant, operation, class) DO NOTHING;
+    IF FOUND THEN
+        RETURN true;
+    END IF;
+    SELECT j.meaning INTO v_stored FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    IF NOT FOUND THEN
+        RAISE serialization_failure USING MESSAGE = 'the job was submitted after this snapshot', HINT = 'retry the transaction';
+    ELSIF v_stored <> v_meaning THEN
+        PERFORM fencepost._refuse('ZF010', 'the operation already has a job of this class with another meaning', 'operation',
+            'a new request needs a new operation');
+    END IF;
+    RETURN false;
+END $$;
+
+
+-- outbox/enqueue.sql
+-- Accepts an event in the caller's transaction: committed with the domain change or not at all.
+-- The same operation and type again returns the first event id; with another meaning it is a conflict (ZF010).
+CREATE OR REPLACE FUNCTION fencepost.enqueue(
+    p_event_id uuid, p_tenant text, p_operation text, p_type text, p_version integer, p_ordering_key text,
+    p_binding text, p_content_type text, p_attributes jsonb, p_payload bytea, p_serialize boolean DEFAULT false,
+    OUT event_id uuid, OUT created boolean)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_installation fencepost.installation;
+    v_xid xid8;
+    v_epoch bigint;
+    v_meaning bytea;
+    v_now timestamptz := clock_timestamp();
+    v_key record;
+    v_lane bytea;
+BEGIN
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('operation', p_operation);
+    PERFORM fencepost._require_identity('ordering_key', p_ordering_key);
+    PERFORM fencepost._require_binding(p_binding);
+    IF p_event_id IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'event_id is null', 'event_id', 'make a UUIDv7 at acceptance');
+    ELSIF p_type IS NULL OR p_type !~ '^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*$' OR length(p_type) > 120 THEN
+        PERFORM fencepost._refuse('ZF003', 'type is not dotted lower-case words of at most 120 characters', 'type', 'example: report.accepted');
+    ELSIF p_version IS NULL OR p_version NOT BETWEEN 1 AND 32767 THEN
+        PERFORM fencepost._refuse('ZF003', 'version is not between 1 and 32767', 'version', NULL);
+    ELSIF p_type ~ '\.v[0-9]+$' THEN
+        PERFORM fencepost._refuse('ZF003', 'type ends in a version', 'type', 'the version is an argument of its own');
+    ELSIF p_content_type IS DISTINCT FROM 'application/json' THEN
+        PERFORM fencepost._refuse('ZF003', 'content_type is not application/json', 'content_type', 'other content travels by reference');
+    ELSIF p_payload IS NULL OR octet_length(p_payload) NOT BETWEEN 1 AND 1048576 THEN
+        PERFORM fencepost._refuse('ZF003', 'payload is empty or larger than 1 MiB', 'payload', 'store it elsewhere and send a reference');
+    END IF;
+
+    -- Invariant: the transaction id is assigned before the sequence is drawn; ticks rely on it.
+    v_xid := pg_current_xact_id();
+    SELECT * INTO STRICT v_installation FROM fencepost.installation;
+    v_epoch := fencepost._epoch(p_tenant);
+    v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
+
+    INSERT INTO fencepost.event_key (tenant, operation, type, event_id, meaning, recorded_at)
+    VALUES (p_tenant, p_operation, p_type, p_event_id, v_meaning, v_now)
+    ON CONFLICT (tenant, operation, type) DO NOTHING;
+    IF NOT FOUND THEN
+        SELECT k.event_id, k.meaning INTO v_key FROM fencepost.event_key AS k
+        WHERE k.tenant = p_tenant AND k.operation = p_operation AND k.type = p_type;
+        IF NOT FOUND THEN
+            RAISE serialization_failure USING MESSAGE = 'the operation was accepted after this snapshot', HINT = 'retry the transaction';
+        ELSIF v_key.meaning <> v_meaning THEN
+            PERFORM fencepost._refuse('ZF010', 'the operation was already accepted with another meaning', 'operation',
+                'a new request needs a new operation; a repeated one must carry the same content and version');
+        END IF;
+        event_id := v_key.event_id;
+        created := false;
+        RETURN;
+    END IF;
+
+    v_lane := sha256(int4send(octet_length(convert_to(p_tenant, 'UTF8'))) || convert_to(p_tenant, 'UTF8')
+                     || convert_to(p_ordering_key, 'UTF8'));
+    IF p_serialize THEN
+        -- Locks: taken as late as possible, held to the end of the transaction; a collision only serialises more.
+        PERFORM pg_advisory_xact_lock(('x' || encode(substr(v_lane, 9, 8), 'hex'))::bit(64)::bigint);
+    END IF;
+    INSERT INTO fencepost.outbox (child, slot, seq, xid, era, event_id, tenant, operation, type, version, epoch,
+        ordering_key, digest, recorded_at, content_type, attributes, payload)
+    VALUES (v_installation.outbox_child,
+        ((('x' || encode(substr(v_lane, 1, 4), 'hex'))::bit(32)::bigint & 2147483647) % v_installation.slots)::integer,
+        nextval('fencepost.outbox_seq'), v_xid, v_installation.era, p_event_id, p_tenant, p_operation, p_type, p_version,
+        v_epoch, p_ordering_key,
+        fencepost.digest(p_tenant, p_operation, p_type, p_version, v_epoch, p_binding), v_now, p_content_type,
+        p_attributes, p_payload);
+    event_id := p_event_id;
+    created := true;
+END $$;
+
+
+-- relay/ack.sql
+-- Records progress of slots after the broker's confirms, and sets refused events aside in the same commit.
+-- Refused as a whole (ZF040) when one slot was taken over: its new owner sends that page again, with the same bytes.
+-- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
+CREATE OR REPLACE FUNCTION fencepost.ack(
+    p_destination text, p_owner uuid, p_slots integer[], p_generations bigint[], p_era integer,
+    p_acked_ticks bigint[], p_end_ticks bigint[], p_positions bigint[],
+    p_park_slots integer[] DEFAULT '{}', p_park_seqs bigint[] DEFAULT '{}', p_park_reasons text[] DEFAULT '{}',
+    p_park_details text[] DEFAULT '{}', p_park_overtaken bigint[] DEFAULT '{}', p_park_retry interval[] DEFAULT '{}')
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_count bigint;
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    PERFORM fencepost._require_slots(p_destination, p_owner, p_slots, p_generations);
+    IF p_era <> (SELECT i.era FROM fencepost.installation AS i) THEN
+        PERFORM fencepost._refuse('ZF040', 'a new era has begun', 'era', 'lease the slots again');
+    END IF;
+    INSERT INTO fencepost.ack (child, destination, slot, n, era, acked_tick, end_tick, position, generation)
+    SELECT i.ack_child, p_destination, u.slot, nextval('fencepost.ack_seq'), p_era, u.acked, u.ending, u.position, u.generation
+    FROM unnest(p_slots, p_generations, p_acked_ticks, p_end_ticks, p_positions) AS u (slot, generation, acked, ending, position),
+         fencepost.installation AS i;
+    IF cardinality(p_park_seqs) > 0 THEN
+        INSERT INTO fencepost.parked (destination, slot, tenant, ordering_key, seq, event_id, operation, type, version, epoch,
+            digest, recorded_at, content_type, attributes, payload, reason, detail, overtaken_by, attempts, next_try_at)
+        SELECT p_destination, o.slot, o.tenant, o.ordering_key, o.seq, o.event_id, o.operation, o.type, o.version, o.epoch,
+               o.digest, o.recorded_at, o.content_type, o.attributes, o.payload, u.reason, u.detail, u.overtaken,
+               CASE u.reason WHEN 'behind' THEN 0 ELSE 1 END,
+               CASE WHEN u.retry IS NULL THEN NULL ELSE clock_timestamp() + u.retry END
+        FROM unnest(p_park_slots, p_park_seqs, p_park_reasons, p_park_details, p_park_overtaken, p_park_retry)
+             AS u (slot, seq, reason, detail, overtaken, retry)
+        JOIN fencepost.outbox AS o ON o.slot = u.slot AND o.seq = u.seq
+        WHERE o.slot = ANY (p_slots);
+        GET DIAGNOSTICS v_count = ROW_COUNT;
+        IF v_count <> cardinality(p_park_seqs) THEN
+            PERFORM fencepost._refuse('ZF003', 'a parked event is not in the outbox', 'park_seqs', NULL);
+        END IF;
+    END IF;
+END $$;
+
+-- Records one retry of a parked event: published ones leave, and the key flows again with its last one.
+CREATE OR REPLACE FUNCTION fencepost.retried(
+    p_destination text, p_owner uuid, p_slot integer, p_generation bigint, p_tenant text, p_ordering_key text, p_seq bigint,
+    p_published boolean, p_reason text, p_detail text, p_retry interval)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    PERFORM fencepost._require_slots(p_destination, p_owner, ARRAY[p_slot], ARRAY[p_generation]);
+    IF p_published THEN
+        DELETE FROM fencepost.parked AS k
+        WHERE k.destination = p_destination AND k.slot = p_slot AND k.tenant = p_tenant
+          AND k.ordering_key = p_ordering_key AND k.seq = p_seq;
+        UPDATE fencepost.parked AS k SET next_try_at = clock_timestamp()
+        WHERE k.destination = p_destination AND k.slot = p_slot AND k.tenant = p_tenant AND k.ordering_key = p_ordering_key
+          AND k.seq = (SELECT min(f.seq) FROM fencepost.parked AS f
+                       WHERE f.destination = p_destination AND f.slot = p_slot AND f.tenant = p_tenant
+                         AND f.ordering_key = p_ordering_key);
+    ELSE
+        UPDATE fencepost.parked AS k SET attempts = k.attempts + 1, reason = p_reason, detail = p_detail,
+               next_try_at = clock_timestamp() + p_retry
+        WHERE k.destination = p_destination AND k.slot = p_slot AND k.tenant = p_tenant
+          AND k.ordering_key = p_ordering_key AND k.seq = p_seq;
+    END IF;
+END $$;
+
+
+-- relay/destination.sql
+-- Registers a destination, or confirms that it still has the routes it was registered with (else ZF041).
+-- The first destination of an installation starts at the very first event, a later one at the newest tick;
+-- the reserved destination `-` finds the types that no destination has a route for.
+CREATE OR REPLACE FUNCTION fencepost.register_destination(
+    p_destination text, p_kind text, p_routes jsonb, p_accept_routes boolean DEFAULT false)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_digest bytea := sha256(convert_to(p_routes::text, 'UTF8'));
+    v_stored fencepost.destination;
+    v_name text;
+BEGIN
+    PERFORM fencepost._enter();
+    IF p_destination IS NULL OR p_destination !~ '^[a-z][a-z0-9_-]{0,40}$' THEN
+        PERFORM fencepost._refuse('ZF003', 'destination is not a lower-case name of at most 41 characters', 'destination', NULL);
+    ELSIF p_kind IS NULL OR p_kind NOT IN ('kafka', 'rabbitmq') THEN
+        PERFORM fencepost._refuse('ZF003', 'kind is neither kafka nor rabbitmq', 'kind', NULL);
+    ELSIF jsonb_typeof(p_routes) <> 'array' OR jsonb_array_length(p_routes) = 0 THEN
+        PERFORM fencepost._refuse('ZF003', 'routes are empty', 'routes', 'give at least one route');
+    END IF;
+    LOCK TABLE fencepost.destination IN SHARE ROW EXCLUSIVE MODE;
+    SELECT * INTO v_stored FROM fencepost.destination AS d WHERE d.destination = p_destination;
+    IF FOUND THEN
+        IF v_stored.routes_digest = v_digest AND v_stored.kind = p_kind THEN
+            RETURN;
+        ELSIF NOT p_accept_routes THEN
+            PERFORM fencepost._refuse('ZF041', 'the destination was registered with other routes', 'routes',
+                'start one relay with --accept-routes once every relay has the new settings');
+        END IF;
+        UPDATE fencepost.destination AS d SET kind = p_kind, routes = p_routes, routes_digest = v_digest
+        WHERE d.destination = p_destination;
+        INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict)
+        VALUES (gen_random_uuid(), 'routes', session_user, 'accept routes', p_destination, encode(v_digest, 'hex'));
+        RETURN;
+    END IF;
+    FOREACH v_name IN ARRAY CASE WHEN EXISTS (SELECT FROM fencepost.destination) THEN ARRAY[p_destination]
+                                 ELSE ARRAY['-', p_destination] END LOOP
+        INSERT INTO fencepost.destination (destination, kind, routes, routes_digest, start_era, start_tick)
+        SELECT v_name, CASE v_name WHEN '-' THEN 'none' ELSE p_kind END,
+               CASE v_name WHEN '-' THEN '[]' ELSE p_routes END,
+               CASE v_name WHEN '-' THEN sha256('') ELSE v_digest END, t.era,
+               CASE WHEN EXISTS (SELECT FROM fencepost.destination AS d WHERE d.destination <> '-') THEN t.n ELSE 0 END
+        FROM fencepost.tick AS t ORDER BY t.era DESC, t.n DESC LIMIT 1;
+        INSERT INTO fencepost.slot (destination, slot)
+        SELECT v_name, s FROM fencepost.installation AS i, generate_series(0, i.slots - 1) AS s;
+    END LOOP;
+END $$;
+
+
+-- relay/late_rows.sql
+-- Slots with rows below the earlier tick's hint that only the later tick sees, and where these rows begin.
+CREATE OR REPLACE FUNCTION fencepost.late_rows(p_era integer, p_start bigint, p_end bigint)
+RETURNS TABLE (slot integer, first_seq bigint)
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
+DECLARE
+    v_start fencepost.tick;
+    v_end fencepost.tick;
+BEGIN
+    SELECT t.* INTO STRICT v_start FROM fencepost.tick AS t WHERE t.era = p_era AND t.n = p_start;
+    SELECT t.* INTO STRICT v_end FROM fencepost.tick AS t WHERE t.era = p_era AND t.n = p_end;
+    RETURN QUERY
+    SELECT late.slot, min(late.seq) FROM (
+        SELECT o.slot, o.seq, o.xid FROM fencepost.outbox AS o WHERE o.xid = ANY (v_start.snap_xip)
+        UNION ALL
+        SELECT o.slot, o.seq, o.xid FROM fencepost.outbox AS o WHERE o.xid >= v_start.snap_xmax AND o.xid < v_start.next) AS late
+    WHERE late.seq <= v_start.hint AND pg_visible_in_snapshot(late.xid, v_end.snap)
+    GROUP BY late.slot;
+END $$;
+
+
+-- relay/slots.sql
+-- Renews this relay's lease on all its slots of a destination and takes free ones up to its fair share.
+-- Returns every slot it owns, with the progress to continue from; `surplus` ones should be drained and released.
+-- Locks: the destination row, so that leases of one destination are decided one after the other.
+CREATE OR REPLACE FUNCTION fencepost.lease_slots(p_destination text, p_owner uuid, p_lease interval)
+RETURNS TABLE (slot integer, generation bigint, era integer, acked_tick bigint, end_tick bigint, "position" bigint, surplus boolean)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_share bigint;
+    v_owned bigint;
+BEGIN
+    PERFORM fencepost._enter();
+    IF p_lease IS NULL OR p_lease NOT BETWEEN interval '1 second' AND interval '10 minutes' THEN
+        PERFORM fencepost._refuse('ZF003', 'lease is not between 1 second and 10 minutes', 'lease', NULL);
+    END IF;
+    PERFORM FROM fencepost.destination AS d WHERE d.destination = p_destination FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'the destination is not registered', 'destination', 'register it first');
+    END IF;
+    DELETE FROM fencepost.relay AS r
+    WHERE r.destination = p_destination AND r.owner <> p_owner AND r.lease_until <= clock_timestamp();
+    INSERT INTO fencepost.relay AS r (destination, owner, lease_until)
+    VALUES (p_destination, p_owner, clock_timestamp() + p_lease)
+    ON CONFLICT ON CONSTRAINT relay_pkey DO UPDATE SET lease_until = clock_timestamp() + p_lease;
+
+    SELECT ceil(i.slots::numeric / (SELECT count(*) FROM fencepost.relay AS r WHERE r.destination = p_destination))
+    INTO v_share FROM fencepost.installation AS i;
+    SELECT count(*) INTO v_owned FROM fencepost.slot AS s WHERE s.destination = p_destination AND s.owner = p_owner;
+    IF v_owned < v_share THEN
+        UPDATE fencepost.slot AS s SET owner = p_owner, generation = s.generation + 1
+        FROM (SELECT f.slot FROM fencepost.slot AS f
+              WHERE f.destination = p_destination
+                AND (f.owner IS NULL OR NOT EXISTS (SELECT FROM fencepost.relay AS r
+                                                    WHERE r.destination = p_destination AND r.owner = f.owner))
+              ORDER BY f.slot LIMIT v_share - v_owned FOR NO KEY UPDATE) AS free
+        WHERE s.destination = p_destination AND s.slot = free.slot;
+    END IF;
+
+    RETURN QUERY
+    SELECT s.slot, s.generation, coalesce(a.era, d.start_era), coalesce(a.acked_tick, d.start_tick),
+           coalesce(a.end_tick, d.start_tick), coalesce(a.position, 0),
+           row_number() OVER (ORDER BY s.slot) > v_share
+    FROM fencepost.slot AS s
+    JOIN fencepost.destination AS d ON d.destination = s.destination
+    LEFT JOIN LATERAL (SELECT k.era, k.acked_tick, k.end_tick, k.position FROM fencepost.ack AS k
+                       WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a ON true
+    WHERE s.destination = p_destination AND s.owner = p_owner
+    ORDER BY s.slot;
+END $$;
+
+-- Gives slots back after their pages are acked; nobody waits for the lease to run out.
+CREATE OR REPLACE FUNCTION fencepost.release_slots(p_destination text, p_owner uuid, p_slots integer[])
+RETURNS integer LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_count integer;
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM FROM fencepost.destination AS d WHERE d.destination = p_destination FOR NO KEY UPDATE;
+    UPDATE fencepost.slot AS s SET owner = NULL, generation = s.generation + 1
+    WHERE s.destination = p_destination AND s.owner = p_owner AND s.slot = ANY (p_slots);
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    DELETE FROM fencepost.relay AS r
+    WHERE r.destination = p_destination AND r.owner = p_owner
+      AND NOT EXISTS (SELECT FROM fencepost.slot AS s WHERE s.destination = p_destination AND s.owner = p_owner);
+    RETURN v_count;
+END $$;
+
+-- Locks the slots and refuses (ZF040) unless all of them still belong to this owner under these generations.
+CREATE OR REPLACE FUNCTION fencepost._require_slots(p_destination text, p_owner uuid, p_slots integer[], p_generations bigint[])
+RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_stale integer[];
+BEGIN
+    PERFORM FROM fencepost.slot AS s
+    WHERE s.destination = p_destination AND s.slot = ANY (p_slots) ORDER BY s.slot FOR NO KEY UPDATE;
+    SELECT array_agg(u.slot ORDER BY u.slot) INTO v_stale
+    FROM unnest(p_slots, p_generations) AS u (slot, generation)
+    WHERE NOT EXISTS (SELECT FROM fencepost.slot AS s
+                      WHERE s.destination = p_destination AND s.slot = u.slot
+                        AND s.owner = p_owner AND s.generation = u.generation);
+    IF v_stale IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF040', 'slots ' || array_to_string(v_stale, ', ') || ' were taken over', 'slot',
+            'lease the slots again; their new owner sends what was not acked');
+    END IF;
+END $$;
+
+
+-- relay/tick.sql
+-- The newest tick, after taking a new one when events became visible since and the last is old enough.
+-- A tick is a stored snapshot: all that it sees, and no tick before saw, is what the next pages send.
+CREATE OR REPLACE FUNCTION fencepost.tick(
+    p_min_interval interval DEFAULT '0',
+    OUT era integer, OUT n bigint, OUT fresh boolean)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
+DECLARE
+    v_tick fencepost.tick;
+    v_snap pg_snapshot;
+    v_hint bigint;
+    v_next xid8;
+    v_locked boolean := false;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        PERFORM fencepost._refuse('ZF004', 'tick needs READ COMMITTED', 'isolation', 'use a read committed transaction');
+    END IF;
+    PERFORM fencepost._enter();
+    LOOP
+        SELECT t.* INTO STRICT v_tick FROM fencepost.tick AS t ORDER BY t.era DESC, t.n DESC LIMIT 1;
+        era := v_tick.era;
+        n := v_tick.n;
+        fresh := false;
+        IF clock_timestamp() < v_tick.taken_at + p_min_interval THEN
+            RETURN;
+        END IF;
+        -- The sequence moved, or a transaction that was open at the last tick has committed an event since.
+        IF (SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END FROM fencepost.outbox_seq AS s) = v_tick.hint
+           AND NOT EXISTS (SELECT FROM fencepost.outbox AS o WHERE o.xid = ANY (v_tick.snap_xip) AND o.seq <= v_tick.hint)
+           AND NOT EXISTS (SELECT FROM fencepost.outbox AS o
+                           WHERE o.xid >= v_tick.snap_xmax AND o.xid < v_tick.next AND o.seq <= v_tick.hint) THEN
+            RETURN;
+        END IF;
+        EXIT WHEN v_locked;
+        -- Locks: first the lock, then (in a later statement) the snapshot; the other order sends a row twice.
+        LOCK TABLE fencepost.tick_gate IN EXCLUSIVE MODE;
+        v_locked := true;
+    END LOOP;
+
+    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT pg_current_snapshot() INTO v_snap;
+    SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_hint FROM fencepost.outbox_seq AS s;
+    SELECT pg_current_xact_id() INTO v_next;
+    n := v_tick.n + 1;
+    fresh := true;
+    INSERT INTO fencepost.tick (era, n, snap, hint, next, snap_xmax, snap_xip)
+    VALUES (era, n, v_snap, v_hint, v_next, pg_snapshot_xmax(v_snap), ARRAY(SELECT pg_snapshot_xip(v_snap)));
+END $$;
+
+
+REVOKE ALL ON ALL ROUTINES IN SCHEMA fencepost FROM PUBLIC;

@@ -1,0 +1,291 @@
+"""Claims: due work only, each under a new attempt; what expired is taken back only if it still is as it was read."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from fencepost.jobs import effects
+from fencepost.jobs.cancel import cancel, requeue
+from fencepost.jobs.claim import claim
+from fencepost.jobs.fail import fail, release
+from fencepost.jobs.fence import complete
+from fencepost.jobs.publish import publish
+from fencepost.jobs.renew import renew
+from fencepost.schemas.errors import EffectOpen, InvalidInput, StaleFence, UnknownJob
+from support.database import Database
+from support.jobs import (
+    CLASS,
+    Background,
+    Conn,
+    again,
+    begun,
+    claimed,
+    column,
+    effect,
+    expire,
+    given,
+    results,
+    save,
+    show,
+    two,
+    waiting,
+)
+from support.processes import wait_for
+
+
+def test_a_batch_is_claimed_once_and_each_claim_has_its_own_attempt(database: Database) -> None:
+    with two(database) as (auto, manual):
+        for number in range(6):
+            given(auto, f"op-{number}")
+        first = claim(manual, "a", [CLASS], 4)
+        second = claim(auto, "b", [CLASS], 4)
+        assert len(first) == 4 and len(second) == 2
+        assert {job.operation for job in first}.isdisjoint(job.operation for job in second)
+        assert len({job.fence.attempt for job in [*first, *second]}) == 6
+        assert all(job.attempts == 1 and job.mode == "execute" and job.lease == 30 for job in first)
+        manual.rollback()
+        assert len(claim(auto, "b", [CLASS], 10)) == 4
+
+
+def test_higher_priority_and_earlier_due_jobs_go_first(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        for name in ("third", "second", "first", "urgent"):
+            given(conn, name)
+        conn.execute("UPDATE fencepost.job SET run_at = run_at - interval '1 h' WHERE operation = 'first'")
+        conn.execute("UPDATE fencepost.job SET run_at = run_at - interval '1 min' WHERE operation = 'second'")
+        conn.execute("UPDATE fencepost.job SET priority = 1 WHERE operation = 'urgent'")
+        assert [job.operation for job in claim(conn, "a", [CLASS], 10)] == ["urgent", "first", "second", "third"]
+
+
+def test_attempts_count_at_the_claim_and_their_end_is_poison_until_an_operator_decides(database: Database) -> None:
+    """B06, without a process: nobody ever reports the failure."""
+    with database.connect(autocommit=True) as conn:
+        given(conn, max_attempts=3)
+        for number in (1, 2, 3):
+            assert claimed(conn).attempts == number
+            expire(conn)
+        assert claim(conn, "w", [CLASS], 10) == []
+        assert (show(conn), column(conn, "reason"), column(conn, "detail")) == (
+            "poison",
+            "attempts_exhausted",
+            "lease_expired",
+        )
+        with pytest.raises(UnknownJob):
+            requeue(conn, "other", "op-1", CLASS, actor="ann", reason="fixed")
+        requeue(conn, "t", "op-1", CLASS, actor="ann", reason="fixed")
+        job = claimed(conn)
+        assert job.attempts == 1
+        publish(conn, job.fence, lambda tx: save(tx))
+        assert show(conn) == "done"
+        assert conn.execute("SELECT kind, actor, reason FROM fencepost.decision").fetchall() == [
+            ("requeue", "ann", "fixed")
+        ]
+
+
+def test_failures_retry_with_backoff_until_poison_and_a_final_one_is_poison_at_once(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        given(conn, max_attempts=2, backoff_base=60.0, backoff_max=3600.0)
+        assert fail(conn, claimed(conn).fence, "handler_raised", detail="ValueError") == "queued"
+        row = conn.execute("SELECT run_at - clock_timestamp() BETWEEN '20 s' AND '60 s' FROM fencepost.job").fetchone()
+        assert row == (True,)
+        assert claim(conn, "w", [CLASS], 1) == []
+        conn.execute("UPDATE fencepost.job SET run_at = clock_timestamp()")
+        assert fail(conn, claimed(conn).fence, "handler_raised", detail="ValueError") == "poison"
+        assert (column(conn, "reason"), column(conn, "detail")) == ("attempts_exhausted", "handler_raised: ValueError")
+
+        given(conn, "op-2", max_attempts=2)
+        assert fail(conn, claimed(conn, "op-2").fence, "unusable", final=True) == "poison"
+        with pytest.raises(InvalidInput) as refused:
+            fail(conn, claimed(conn, "op-3").fence if given(conn, "op-3") is None else None, "Not a code!")  # type: ignore[arg-type, func-returns-value]
+        assert refused.value.field == "reason"
+
+
+def test_a_released_claim_is_not_charged(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        given(conn, max_attempts=1)
+        for _ in range(3):
+            job = claimed(conn)
+            assert job.attempts == 1
+            assert release(conn, job.fence) == "queued"
+        assert fail(conn, claimed(conn).fence, "handler_raised") == "poison"
+
+
+def test_requeue_is_for_poison_and_cancelled_jobs_without_open_effects(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        given(conn)
+        with pytest.raises(StaleFence) as refused:
+            requeue(conn, "t", "op-1", CLASS, actor="ann", reason="why")
+        assert refused.value.field == "state"
+        job = claimed(conn)
+        attempt = begun(conn, job.fence)
+        cancel(conn, "t", "op-1", CLASS, actor="ann", reason="why")
+        with pytest.raises(EffectOpen):
+            requeue(conn, "t", "op-1", CLASS, actor="ann", reason="why")
+        effects.record(conn, job.fence, "e1", attempt, "failed_before_dispatch", reason="not_dispatched")
+        requeue(conn, "t", "op-1", CLASS, actor="ann", reason="why")
+        assert claimed(conn).attempts == 1
+
+
+def test_work_under_an_older_epoch_is_held(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        given(conn)
+        given(conn, "other", tenant="u")
+        conn.execute("INSERT INTO fencepost.tenant (tenant, epoch) VALUES ('t', 2)")
+        assert [job.tenant for job in claim(conn, "w", [CLASS], 10)] == ["u"]
+        assert show(conn) == "queued"
+
+
+def test_an_unknown_or_pending_effect_excludes_every_claim(database: Database) -> None:
+    """F4 and F6: neither a claim nor the reaper makes it runnable."""
+    with database.connect(autocommit=True) as conn:
+        given(conn)
+        job = claimed(conn)
+        attempt = begun(conn, job.fence)
+        expire(conn)
+        assert claim(conn, "w", [CLASS], 10) == []
+        assert (show(conn), column(conn, "reason"), effect(conn, "state")) == ("blocked", "effect_unknown", "unknown")
+        assert claim(conn, "w", [CLASS], 10) == []
+        effects.record(conn, job.fence, "e1", attempt, "success", receipt="r-1")
+        finish = claimed(conn)
+        assert finish.mode == "finish" and again(conn, finish.fence) == effects.Recorded("r-1", None)
+
+
+class PausedReaper(Background):
+    """A claim whose reaper waits between its selection and its update: another session holds the class's row."""
+
+
+def reaping(database: Database, auto: Conn, manual: Conn) -> Background:
+    """A claim that is stopped inside its transaction, after it read the expired row and before it may act on it."""
+    manual.execute("LOCK TABLE fencepost.job_class IN ACCESS EXCLUSIVE MODE")
+    reaper = Background(database, lambda conn: [job.operation for job in claim(conn, "reaper", [CLASS], 10)])
+    waiting(auto, reaper.pid)
+    return reaper
+
+
+def test_the_reaper_takes_only_what_is_still_expired_when_it_holds_the_row(database: Database) -> None:
+    """B17: what happened while the reaper waited for the gate stands: done, claimed anew, cancelled, begun."""
+    with two(database) as (auto, manual):
+        acts: dict[str, Any] = {
+            "complete": lambda f: complete(auto, f),
+            "renew": lambda f: renew(auto, f),
+            "cancel": lambda f: cancel(auto, "t", f.operation, CLASS, actor="ann", reason="why"),
+            "begin": lambda f: begun(auto, f),
+        }
+        claims = {}
+        for name in acts:
+            given(auto, name)
+            claims[name] = claimed(auto, name)
+        for name, act in acts.items():
+            job = claims[name]
+            # The peer holds the row with a change that is not committed: the reaper must not act on the old version.
+            expire(auto, name)
+            manual.execute("SELECT FROM fencepost.job WHERE operation = %s FOR NO KEY UPDATE", (name,))
+            manual.execute("UPDATE fencepost.job SET lease_until = now() + interval '1 h' WHERE operation = %s", (name,))
+            assert claim(auto, "reaper", [CLASS], 10) == []
+            manual.commit()
+            act(job.fence)
+            assert claim(auto, "reaper", [CLASS], 10) == []
+        assert [show(auto, name) for name in acts] == ["done", "running", "cancelled", "running"]
+        assert effect(auto, "state", "begin") == "pending"
+        expire(auto, "renew")
+        assert [job.operation for job in claim(auto, "reaper", [CLASS], 10)] == ["renew"]
+
+
+def test_whoever_waits_behind_the_reaper_finds_its_decision(database: Database) -> None:
+    """B17, the other order: the reaper holds the row first, so completion and begin of the old attempt are refused."""
+    with two(database) as (auto, manual):
+        given(auto)
+        job = claimed(auto)
+        expire(auto)
+        assert len(claim(manual, "reaper", [CLASS], 10)) == 1
+        late = [
+            Background(database, lambda conn: complete(conn, job.fence)),
+            Background(database, lambda conn: begun(conn, job.fence)),
+            Background(database, lambda conn: renew(conn, job.fence)),
+        ]
+        for session in late[:2]:
+            waiting(auto, session.pid)
+        manual.commit()
+        for session in late[:2]:
+            with pytest.raises(StaleFence) as refused:
+                session.outcome()
+            assert refused.value.field == "generation"
+        with pytest.raises(Exception, match="generation|lock timeout"):
+            late[2].outcome()
+        assert show(auto) == "running"
+
+
+def test_begin_and_takeover_race_at_the_edge_of_the_lease_without_a_wrong_claim(database: Database) -> None:
+    """P3: either the begin was refused, or nobody claims until the effect is settled."""
+    rounds = 40
+    with database.connect(autocommit=True) as look, database.connect(autocommit=True) as holder:
+        look.execute("SELECT 1")
+        claims: list[str] = []
+        stopping = threading.Event()
+
+        def takeover(conn: Conn) -> None:
+            while not stopping.is_set():
+                claims.extend(job.operation for job in claim(conn, "taker", [CLASS], 1))
+
+        given(look, "r-0")
+        jobs = {"r-0": claimed(look, "r-0")}
+        for number in range(1, rounds):
+            given(look, f"r-{number}")
+            jobs[f"r-{number}"] = claimed(look, f"r-{number}")
+        takers = [Background(database, takeover) for _ in range(2)]
+        begins = 0
+        for number, (operation, job) in enumerate(jobs.items()):
+            look.execute(
+                "UPDATE fencepost.job SET lease_until = clock_timestamp() + %(us)s * interval '1 us' WHERE operation = %(o)s",
+                {"us": 300 + number * 150 % 3000, "o": operation},
+            )
+            try:
+                begun(holder, job.fence, timeout=0.001)
+                begins += 1
+            except StaleFence:
+                pass
+        time.sleep(0)
+        wait_for(lambda: len(claims) >= rounds - begins, 10, "the takeovers")
+        stopping.set()
+        for taker in takers:
+            taker.outcome()
+        wrong = look.execute(
+            "SELECT e.operation FROM fencepost.effect AS e JOIN fencepost.attempt AS a"
+            " ON a.tenant = e.tenant AND a.operation = e.operation AND a.class = e.class"
+            " WHERE a.attempt <> e.begun_by AND a.claimed_at >= e.begun_at AND e.state IN ('pending', 'unknown')"
+        ).fetchall()
+        assert wrong == [] and begins + len(claims) == rounds
+        assert 0 < begins < rounds, "the race has to go both ways to prove anything"
+
+
+def test_many_workers_and_reapers_complete_each_job_once(database: Database) -> None:
+    """B17, stress: leases end all the time, and still each job has one result and one terminal state."""
+    jobs = 60
+    with database.connect(autocommit=True) as look:
+        for number in range(jobs):
+            given(look, f"s-{number}", lease=0.1, max_attempts=1000)
+        stopping = threading.Event()
+
+        def work(conn: Conn) -> int:
+            refused = 0
+            while not stopping.is_set():
+                for number, job in enumerate(claim(conn, "w", [CLASS], 5)):
+                    if number % 2:
+                        conn.execute("SELECT pg_sleep(0.03)")
+                    try:
+                        publish(conn, job.fence, lambda tx, o=job.operation: save(tx, o))
+                    except StaleFence:
+                        refused += 1
+            return refused
+
+        workers = [Background(database, work) for _ in range(4)]
+        done = "SELECT count(*) FROM fencepost.job WHERE exec = 'done'"
+        wait_for(lambda: look.execute(done).fetchone() == (jobs,), 30, "all jobs to be done")
+        stopping.set()
+        for worker in workers:
+            worker.outcome()
+        assert look.execute("SELECT count(*) FROM result").fetchone() == (jobs,)
+        assert look.execute("SELECT count(DISTINCT attempt) FROM fencepost.publication").fetchone() == (jobs,)
+        assert results(look, "s-0") == ["a"]

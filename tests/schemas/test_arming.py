@@ -1,0 +1,198 @@
+"""Arming: by equality with the witness after a plain restart, refused with the reason after anything else."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from fencepost.schemas import arming, migrate
+from fencepost.schemas.errors import ConfigError, Damaged, NotArmed, WitnessMismatch, WrongTransaction
+from fencepost.schemas.witness import FileWitness, Mark
+from stack.postgres import PostgresServer, Stop
+from support.database import Database
+
+ACT = "SELECT fencepost.tick()"
+
+
+def test_an_armed_database_allows_and_a_disarmed_one_refuses(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        conn.execute(ACT)
+
+        conn.execute("DELETE FROM fencepost.ticket")
+
+        with pytest.raises(NotArmed) as caught:
+            conn.execute(ACT)
+        assert caught.value.hint
+    arming.ensure_armed(database.dsn, database.state)
+    with database.connect(autocommit=True) as conn:
+        conn.execute(ACT)
+
+
+@pytest.mark.parametrize("major", ["18", "15"])
+@pytest.mark.parametrize("how", [Stop.FAST, Stop.IMMEDIATE])
+def test_a_plain_restart_disarms_and_equality_arms_again(major: str, how: Stop, tmp_path: Path) -> None:
+    server = PostgresServer(major)
+    server.start()
+    try:
+        migrate.apply(server.dsn, state=tmp_path)
+        with psycopg.connect(server.dsn, autocommit=True) as conn:
+            conn.execute(ACT)
+        server.stop(how)
+        server.start()
+
+        with psycopg.connect(server.dsn, autocommit=True) as conn, pytest.raises(NotArmed):
+            conn.execute(ACT)
+        assert not arming.ensure_armed(server.dsn, tmp_path).already
+        with psycopg.connect(server.dsn, autocommit=True) as conn:
+            conn.execute(ACT)
+    finally:
+        server.close()
+
+
+def test_a_copy_of_an_armed_database_is_disarmed_and_behind_once_the_original_moved_on(
+    empty_database: Database, tmp_path: Path
+) -> None:
+    migrate.apply(empty_database.dsn, state=empty_database.state)
+    name = f"fp_copy_{uuid4().hex[:8]}"
+    source = str(conninfo_to_dict(empty_database.dsn)["dbname"])
+    admin = make_conninfo(empty_database.dsn, dbname="postgres")
+    copy = make_conninfo(empty_database.dsn, dbname=name)
+    with psycopg.connect(admin, autocommit=True) as conn:
+        conn.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source)))
+    try:
+        with empty_database.connect(autocommit=True) as conn:
+            arming.beat(conn, FileWitness(empty_database.state))  # the control: the original goes on
+            conn.execute(ACT)
+
+        with psycopg.connect(copy, autocommit=True) as conn, pytest.raises(NotArmed):
+            conn.execute(ACT)
+        with pytest.raises(WitnessMismatch) as caught:
+            arming.ensure_armed(copy, empty_database.state)
+        assert caught.value.field == "behind"
+    finally:
+        with psycopg.connect(admin, autocommit=True) as conn:
+            conn.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+def test_a_stale_witness_is_refused_as_ahead(database: Database, tmp_path: Path) -> None:
+    arming.clone_witness(database.state, tmp_path)
+    with database.connect(autocommit=True) as conn:
+        arming.beat(conn, FileWitness(database.state))
+
+        with pytest.raises(WitnessMismatch) as caught:
+            arming.beat(conn, FileWitness(tmp_path))
+    assert caught.value.field == "ahead"
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("installation", {"installation": uuid4()}),
+        ("system_identifier", {"system_identifier": 1}),
+        ("timeline", {"timeline": 77}),
+    ],
+)
+def test_each_part_of_the_witness_must_be_equal(database: Database, field: str, change: dict[str, Any]) -> None:
+    witness = FileWitness(database.state)
+    arming.arm(database.dsn, database.state)  # the control
+    witness.write(replace(witness.read(), **change))
+
+    with pytest.raises(WitnessMismatch) as caught:
+        arming.arm(database.dsn, database.state)
+    assert caught.value.field == field
+
+
+def test_the_same_number_under_another_nonce_is_another_history(database: Database) -> None:
+    witness = FileWitness(database.state)
+    arming.arm(database.dsn, database.state)  # the control
+    record = witness.read()
+    witness.write(replace(record, head=Mark(record.head.seq, uuid4())))
+
+    with pytest.raises(WitnessMismatch) as caught:
+        arming.arm(database.dsn, database.state)
+    assert caught.value.field == "nonce"
+
+
+def test_a_turn_that_crashed_after_the_database_committed_is_found_again(database: Database) -> None:
+    witness = FileWitness(database.state)
+    before = witness.read()
+    with database.connect(autocommit=True) as conn:
+        arming.beat(conn, witness)
+    after = witness.read()
+    # Crash here: [W] the database took the turn, the witness still says "intended".
+    witness.write(replace(before, intended=after.head))
+
+    arming.arm(database.dsn, database.state)
+
+    assert witness.read().head.seq == after.head.seq + 1
+    assert witness.read().intended is None
+
+
+def test_a_turn_that_crashed_before_the_database_committed_is_dropped(database: Database) -> None:
+    witness = FileWitness(database.state)
+    witness.intend(witness.read(), witness.read().head.following())
+
+    armed = arming.arm(database.dsn, database.state)
+
+    assert witness.read().head.seq == armed.seq
+
+
+def test_arming_inside_a_subtransaction_is_refused(database: Database) -> None:
+    witness = FileWitness(database.state)
+    record = witness.read()
+    mark = record.head.following()
+    arguments = {
+        "installation": record.installation,
+        "seq": record.head.seq,
+        "nonce": record.head.nonce,
+        "next_seq": mark.seq,
+        "next_nonce": mark.nonce,
+        "system_identifier": record.system_identifier,
+        "timeline": record.timeline,
+    }
+    with database.connect() as conn, pytest.raises(WrongTransaction) as caught, conn.transaction(), conn.transaction():
+        conn.execute(arming.ARM, arguments)
+    assert caught.value.field == "subtransaction"
+    with database.connect() as conn:
+        conn.execute(arming.ARM, arguments)  # the control: as a transaction of its own
+        assert conn.execute("SELECT fencepost.armed()").fetchone() == (True,)
+
+
+def test_a_lost_and_a_damaged_witness_are_told_apart(database: Database) -> None:
+    path = FileWitness(database.state).path
+    kept = path.with_suffix(".kept")
+    shutil.copyfile(path, kept)
+    path.write_text('{"format": 1')
+
+    with pytest.raises(Damaged):
+        arming.arm(database.dsn, database.state)
+    path.unlink()
+    with pytest.raises(ConfigError) as caught:
+        arming.arm(database.dsn, database.state)
+    assert caught.value.field == "FENCEPOST_STATE"
+    shutil.copyfile(kept, path)
+    arming.arm(database.dsn, database.state)
+
+
+def test_the_ticket_survives_vacuum_freeze(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        conn.execute("VACUUM (FREEZE) fencepost.ticket")
+        conn.execute(ACT)
+
+
+def test_a_ticket_written_again_by_a_restore_is_worth_nothing(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        conn.execute(ACT)
+        conn.execute("CREATE TABLE public.kept AS SELECT * FROM fencepost.ticket")
+        with conn.transaction():
+            conn.execute("DELETE FROM fencepost.ticket")
+            conn.execute("INSERT INTO fencepost.ticket SELECT * FROM public.kept")
+
+        with pytest.raises(NotArmed):
+            conn.execute(ACT)

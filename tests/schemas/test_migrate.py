@@ -1,0 +1,108 @@
+"""Migrations: applied once whatever runs them, all or nothing, and equal to the snapshot that people read."""
+
+import threading
+from importlib.resources import files
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from fencepost.schemas import migrate
+from fencepost.schemas.errors import ConfigError, Unreachable
+from fencepost.schemas.witness import FileWitness
+from support.catalog import describe
+from support.database import Database
+
+CREATE_LATIN1 = "CREATE DATABASE fp_latin1 ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+SNAPSHOT = files("fencepost.schemas") / "sql" / "schema.sql"
+
+
+def test_an_empty_database_is_migrated_armed_and_has_nothing_pending(empty_database: Database) -> None:
+    report = migrate.apply(empty_database.dsn, state=empty_database.state)
+
+    assert report.armed and report.created
+    assert FileWitness(empty_database.state).exists()
+    assert migrate.status(empty_database.dsn).pending == ()
+
+
+def test_running_again_changes_nothing(empty_database: Database) -> None:
+    migrate.apply(empty_database.dsn, state=empty_database.state)
+    with empty_database.connect() as conn:
+        before = describe(conn)
+
+    report = migrate.apply(empty_database.dsn, state=empty_database.state)
+
+    assert report.applied == () and report.armed and not report.created
+    with empty_database.connect() as conn:
+        assert describe(conn) == before
+
+
+def test_two_runs_at_once_do_the_work_once(empty_database: Database) -> None:
+    reports: list[migrate.Report] = []
+    barrier = threading.Barrier(2)
+
+    def run() -> None:
+        barrier.wait(10)
+        reports.append(migrate.apply(empty_database.dsn, state=empty_database.state))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert sorted(r.created for r in reports) == [False, True]
+    assert all(r.armed for r in reports)
+
+
+def test_a_failed_run_leaves_nothing_behind(empty_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = migrate.Migration("9999_broken.sql", b"CREATE TABLE fencepost.half (); SELECT 1 / 0")
+    real = migrate.tables()
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate, "tables", lambda: [*real, broken])
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            migrate.apply(empty_database.dsn, state=empty_database.state)
+
+    with empty_database.connect() as conn:
+        assert conn.execute("SELECT to_regnamespace('fencepost')").fetchone() == (None,)
+    assert not FileWitness(empty_database.state).exists()
+    assert migrate.apply(empty_database.dsn, state=empty_database.state).armed
+
+
+def test_an_edited_migration_is_refused_by_name(empty_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    migrate.apply(empty_database.dsn, state=empty_database.state)
+    edited = [migrate.Migration(m.name, m.text + b"\n-- later thought") for m in migrate.tables()]
+    monkeypatch.setattr(migrate, "tables", lambda: edited)
+
+    with pytest.raises(ConfigError, match=r"0001_authority\.sql"):
+        migrate.apply(empty_database.dsn, state=empty_database.state)
+
+
+def test_the_snapshot_is_what_the_migrations_make(empty_database: Database, database: Database) -> None:
+    assert SNAPSHOT.read_text() == migrate.script(), (
+        "run: fencepost migrate sql > schemas/fencepost/schemas/sql/schema.sql"
+    )
+    with empty_database.connect(autocommit=True) as conn:
+        conn.execute(SNAPSHOT.read_bytes())
+        by_snapshot = describe(conn)
+    with database.connect() as conn:
+        assert describe(conn) == by_snapshot
+
+
+def test_an_unreachable_database_is_named_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable) as caught:
+        migrate.apply("postgresql://me:hunter2@127.0.0.1:9/none", state=tmp_path)
+
+    assert "127.0.0.1:9" in str(caught.value)
+    assert "hunter2" not in str(caught.value) + repr(caught.value)
+
+
+def test_another_encoding_is_refused(empty_database: Database) -> None:
+    with empty_database.connect(autocommit=True) as conn:
+        conn.execute(CREATE_LATIN1)
+        try:
+            with pytest.raises(ConfigError, match="UTF8"):
+                migrate.apply(make_conninfo(empty_database.dsn, dbname="fp_latin1"), state=empty_database.state)
+        finally:
+            conn.execute("DROP DATABASE fp_latin1 WITH (FORCE)")

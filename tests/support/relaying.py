@@ -1,0 +1,99 @@
+"""A relay under test, in this process or as a child that can be killed, and the events it publishes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.harness import Broker
+from conformance.on_kafka import OnKafka
+from fencepost.relay import outbox
+from fencepost.relay.destination import Destination
+from fencepost.relay.kafka import KafkaPublisher
+from fencepost.relay.loop import Pace
+from fencepost.relay.parking import RetryPolicy
+from fencepost.relay.publisher import Publisher, Route
+from fencepost.relay.rabbitmq import RabbitPublisher
+from fencepost.relay.sidecar import Relay
+from fencepost.schemas.event import Event
+from support.database import Database
+from support.processes import Child
+from support.services import Services
+
+PACE = Pace(lease=8.0, refresh=0.3, confirm=2.5, poll_max=0.05, drain=3.0, retry=RetryPolicy(base=0.3, cap=1.0))
+
+CHILD = """
+import signal, sys
+from fencepost.relay.publisher import Route
+from support.relaying import PACE, made
+from fencepost.relay.destination import Destination
+from fencepost.relay.sidecar import Relay
+kind, address, dsn, to, key, lease = sys.argv[1:7]
+from dataclasses import replace
+relay = Relay(dsn, [Destination("events", kind, [Route("*", to, key)], lambda source: made(kind, address, source))],
+              pace=replace(PACE, lease=float(lease)))
+signal.signal(signal.SIGTERM, lambda *_: relay.stop())
+print("running", flush=True)
+print(relay.run(), flush=True)
+"""
+
+
+class Noted(Event, type="test.noted", version=1):
+    """An event of the tests: the n-th of its key."""
+
+    n: int
+    pad: str = ""
+
+
+def made(kind: str, address: str, source: str) -> Publisher:
+    """A publisher with short deadlines."""
+    if kind == "kafka":
+        return KafkaPublisher(
+            address, source=source, delivery_timeout=2.0, max_message_bytes=300_000, metadata_refresh=0.5
+        )
+    return RabbitPublisher(address, source=source, max_message_bytes=300_000)
+
+
+def kind_of(broker: Broker) -> str:
+    """What a destination calls this broker."""
+    return "kafka" if isinstance(broker, OnKafka) else "rabbitmq"
+
+
+def address_of(broker: Broker, services: Services) -> str:
+    """Where it is."""
+    return services.kafka().bootstrap if isinstance(broker, OnKafka) else services.rabbitmq().url
+
+
+def relay(
+    dsn: str,
+    broker: Broker,
+    services: Services,
+    routes: Sequence[Route],
+    *,
+    state: Path | None = None,
+    pace: Pace = PACE,
+) -> Relay:
+    """A relay in this process, on a broker of the conformance suite."""
+    kind, address = kind_of(broker), address_of(broker, services)
+    destination = Destination("events", kind, routes, lambda source: made(kind, address, source))
+    return Relay(dsn, [destination], state=state, pace=pace)
+
+
+def child(
+    dsn: str, broker: Broker, services: Services, route: Route, folder: Path, *, lease: float = PACE.lease
+) -> Child:
+    """A relay in a process of its own."""
+    arguments = [kind_of(broker), address_of(broker, services), dsn, route.to, route.routing_key, str(lease)]
+    paths = Path(__file__).parents[1], Path(__file__).parents[2] / "compose"
+    return Child.script(CHILD, folder=folder, arguments=arguments, PYTHONPATH=":".join(map(str, paths)))
+
+
+def enqueue(database: Database, count: int, *, keys: int = 5, first: int = 0, pad: str = "") -> list[str]:
+    """Commits `count` events over `keys` keys, each in a transaction of its own; returns their operations in commit order."""
+    operations: list[str] = []
+    with database.connect() as conn:
+        for n in range(first, first + count):
+            operations.append(f"op-{n}")
+            with conn.transaction():
+                outbox.enqueue(
+                    conn, Noted(tenant="acme", operation=f"op-{n}", ordering_key=f"k{n % keys}", n=n, pad=pad)
+                )
+    return operations
