@@ -52,6 +52,10 @@ class Gate:
             raise ValueError("the first one fails")
 
 
+def nothing(tx: Tx, event: Submitted) -> None:
+    """A handler without any work."""
+
+
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as pool:
@@ -120,7 +124,7 @@ def test_the_wait_for_another_copy_is_bounded_and_holds_no_other_work_up(
 ) -> None:
     gate = Gate()
     handler = inbox(consumer="reports", wait_seconds=0.2)(gate.__call__)
-    other = inbox(consumer="other")(lambda tx, event: None)
+    other = inbox(consumer="other")(nothing)
     sent = envelope()
     pool = Connections(domain.dsn, limit=2)
     first = threads.submit(handler.handle, pool, from_kafka(sent))
@@ -256,7 +260,7 @@ def test_a_connection_that_is_lost_before_the_commit_is_replaced_and_the_work_do
 
 
 def test_a_database_that_is_not_there_is_unreachable_without_its_password() -> None:
-    handler = inbox(consumer="reports")(lambda tx, event: None)
+    handler = inbox(consumer="reports")(nothing)
     with pytest.raises(Unreachable) as refused:
         handler.handle("host=127.0.0.1 port=1 user=u password=hidden dbname=d", from_kafka(envelope()))
     assert "127.0.0.1:1" in str(refused.value)

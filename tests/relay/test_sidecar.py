@@ -304,3 +304,17 @@ def test_a_disarmed_database_publishes_nothing(database18: Database, broker: Bro
         relay(database18.dsn, broker, services, [route]).run_once()
 
     assert len(broker.read(route, 3)) == 3
+
+
+def test_an_event_bound_by_a_reference_is_verified_by_it(
+    database18: Database, broker: Broker, services: Services
+) -> None:
+    route = broker.destination()
+    with database18.connect() as conn:
+        outbox.enqueue(conn, Noted(tenant="acme", operation="by-reference", n=1), reference="s3://bucket/object@7")
+
+    relay(database18.dsn, broker, services, [route]).run_once()
+
+    (arrived,) = broker.read(route, 1)
+    assert arrived.envelope.reference == "ref:s3://bucket/object@7"
+    arrived.envelope.verify()

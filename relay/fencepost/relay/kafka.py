@@ -226,6 +226,7 @@ class KafkaPublisher:
                 row.seq,
                 row.recorded_at,
                 attributes,
+                row.reference,
             )
             record_key = kafka_key(row.tenant, row.ordering_key)
         except (FencepostError, ValueError, TypeError, AttributeError) as error:

@@ -12,7 +12,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
-from fencepost.schemas.content import binding
+from fencepost.schemas.content import binding, reference_binding
 from fencepost.schemas.envelope import validate_attributes, validate_size
 from fencepost.schemas.errors import WrongTransaction
 from fencepost.schemas.event import Event
@@ -34,30 +34,42 @@ class Accepted:
 
 @overload
 def enqueue(
-    conn: Connection[Any], event: Event, *, attributes: Mapping[str, str] | None = None, serialize: bool = False
+    conn: Connection[Any],
+    event: Event,
+    *,
+    attributes: Mapping[str, str] | None = None,
+    reference: str | None = None,
+    serialize: bool = False,
 ) -> Accepted: ...
 @overload
 def enqueue(
-    conn: AsyncConnection[Any], event: Event, *, attributes: Mapping[str, str] | None = None, serialize: bool = False
+    conn: AsyncConnection[Any],
+    event: Event,
+    *,
+    attributes: Mapping[str, str] | None = None,
+    reference: str | None = None,
+    serialize: bool = False,
 ) -> Awaitable[Accepted]: ...
 def enqueue(
     conn: Connection[Any] | AsyncConnection[Any],
     event: Event,
     *,
     attributes: Mapping[str, str] | None = None,
+    reference: str | None = None,
     serialize: bool = False,
 ) -> Accepted | Awaitable[Accepted]:
     """Accepts an event in the caller's transaction: it commits with the domain change or not at all.
 
     Never commits, rolls back or changes the session. With an AsyncConnection the result is awaited.
-    `attributes` are CloudEvents extension attributes (strings). `serialize` makes writers of one ordering key take
+    `attributes` are CloudEvents extension attributes (strings). `reference` is an immutable name of the material content,
+    where the domain has one; the digest then binds it instead of the payload. `serialize` makes writers of one ordering key take
     turns until they commit, so that their events keep commit order without a row lock of their own.
 
     Raises `WrongTransaction` on an autocommit connection outside a transaction, `OperationConflict` when the operation
     and type were accepted with another meaning (the transaction is then aborted by PostgreSQL), `InvalidInput` naming
     the field before anything is written.
     """
-    parameters = _parameters(event, attributes, serialize)
+    parameters = _parameters(event, attributes, reference, serialize)
     refuse_autocommit(conn)
     if isinstance(conn, AsyncConnection):
         return _enqueue_async(conn, parameters)
@@ -83,7 +95,9 @@ def refuse_autocommit(conn: Connection[Any] | AsyncConnection[Any]) -> None:
         )
 
 
-def _parameters(event: Event, attributes: Mapping[str, str] | None, serialize: bool) -> dict[str, Any]:
+def _parameters(
+    event: Event, attributes: Mapping[str, str] | None, reference: str | None, serialize: bool
+) -> dict[str, Any]:
     payload = event.payload()
     checked = validate_attributes(attributes or {})
     validate_size(payload, checked)
@@ -94,7 +108,7 @@ def _parameters(event: Event, attributes: Mapping[str, str] | None, serialize: b
         "type": type(event).event_type,
         "version": type(event).event_version,
         "ordering_key": event.ordering_key,
-        "binding": binding(payload),
+        "binding": binding(payload) if reference is None else reference_binding(reference),
         "attributes": Jsonb(checked) if checked else None,
         "payload": payload,
         "serialize": serialize,

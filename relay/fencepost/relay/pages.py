@@ -31,7 +31,7 @@ LATE_FROM: LiteralString = "SELECT slot, first_seq FROM fencepost.late_rows(%(er
 # The window keeps a slot's share of memory bounded: payload lengths are known without reading the payloads.
 LATE: LiteralString = """
 SELECT r.slot, r.seq, r.event_id, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
-       r.content_type, r.attributes::text, r.payload
+       r.content_type, r.attributes::text, r.payload, r.reference
 FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
 CROSS JOIN LATERAL (
     SELECT l.*, sum(octet_length(l.payload)) OVER (ORDER BY l.seq) AS total
@@ -43,7 +43,7 @@ CROSS JOIN LATERAL (
 WHERE r.total - octet_length(r.payload) < %(bytes)s"""
 MAIN: LiteralString = """
 SELECT r.slot, r.seq, r.event_id, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
-       r.content_type, r.attributes::text, r.payload
+       r.content_type, r.attributes::text, r.payload, r.reference
 FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
 CROSS JOIN LATERAL (
     SELECT m.*, sum(octet_length(m.payload)) OVER (ORDER BY m.seq) AS total

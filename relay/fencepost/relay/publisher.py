@@ -28,6 +28,7 @@ class OutboxRow(NamedTuple):
     content_type: str
     attributes: str | None
     payload: bytes
+    reference: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

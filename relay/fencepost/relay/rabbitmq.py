@@ -327,6 +327,7 @@ class RabbitPublisher:
             sequence=row.seq,
             time=row.recorded_at,
             payload=row.payload,
+            reference=row.reference,
             attributes=cast(dict[str, str], json.loads(row.attributes)) if row.attributes else {},
         )
 

@@ -32,6 +32,7 @@ CREATE TABLE fencepost.outbox (
     recorded_at  timestamptz NOT NULL,
     content_type text NOT NULL,
     attributes   jsonb,
+    reference    text CHECK (reference LIKE 'ref:%'),
     payload      bytea NOT NULL
 ) PARTITION BY LIST (child);
 CREATE TABLE fencepost.outbox_0 PARTITION OF fencepost.outbox FOR VALUES IN (0);
@@ -118,6 +119,7 @@ CREATE TABLE fencepost.parked (
     recorded_at  timestamptz NOT NULL,
     content_type text NOT NULL,
     attributes   jsonb,
+    reference    text,
     payload      bytea NOT NULL,
     reason       text NOT NULL CHECK (reason IN ('unroutable', 'no_route', 'no_such_exchange', 'no_such_topic',
                    'too_large', 'not_authorised', 'undecodable', 'behind', 'overtaken')),

@@ -62,13 +62,13 @@ BEGIN
         PERFORM pg_advisory_xact_lock(('x' || encode(substr(v_lane, 9, 8), 'hex'))::bit(64)::bigint);
     END IF;
     INSERT INTO fencepost.outbox (child, slot, seq, xid, era, event_id, tenant, operation, type, version, epoch,
-        ordering_key, digest, recorded_at, content_type, attributes, payload)
+        ordering_key, digest, recorded_at, content_type, attributes, reference, payload)
     VALUES (v_installation.outbox_child,
         ((('x' || encode(substr(v_lane, 1, 4), 'hex'))::bit(32)::bigint & 2147483647) % v_installation.slots)::integer,
         nextval('fencepost.outbox_seq'), v_xid, v_installation.era, p_event_id, p_tenant, p_operation, p_type, p_version,
         v_epoch, p_ordering_key,
         fencepost.digest(p_tenant, p_operation, p_type, p_version, v_epoch, p_binding), v_now, p_content_type,
-        p_attributes, p_payload);
+        p_attributes, CASE WHEN p_binding LIKE 'ref:%' THEN p_binding END, p_payload);
     event_id := p_event_id;
     created := true;
 END $$;

@@ -1,0 +1,387 @@
+"""A committed offset says that everything below it is committed in the database; nothing is skipped, nothing done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from psycopg import AsyncConnection, Connection
+
+from fencepost.consumer.inbox import inbox
+from fencepost.consumer.kafka import KafkaRunner
+from fencepost.consumer.runner import RunnerOptions
+from fencepost.schemas import kafka_binding
+from fencepost.schemas.envelope import Envelope
+from fencepost.schemas.errors import ConfigError, Unreachable
+from support.database import Database
+from support.deliveries import Submitted, envelope
+from support.processes import Child, wait_for
+from support.services import Kafka, unique
+
+Tx = Connection[Any]
+DEADLINE_SECONDS = 30.0
+FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, max_attempts=5, drain_seconds=10)
+
+
+def insert(tx: Tx, event: Submitted) -> None:
+    tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
+
+
+def produce(kafka: Kafka, topic: str, values: Iterable[Envelope | bytes], partition: int = 0) -> None:
+    producer = Producer({"bootstrap.servers": kafka.bootstrap, "acks": "all", "log_level": 0})
+    for value in values:
+        if isinstance(value, bytes):
+            producer.produce(topic, value=value, partition=partition)
+        else:
+            producer.produce(
+                topic,
+                value=value.payload,
+                key=kafka_binding.key(value.tenant, value.ordering_key),
+                headers=list(kafka_binding.encode(value)),
+                partition=partition,
+            )
+    assert producer.flush(DEADLINE_SECONDS) == 0
+
+
+def events(number: int, prefix: str = "op") -> list[Envelope]:
+    return [envelope(operation=f"{prefix}-{index}") for index in range(number)]
+
+
+def committed(kafka: Kafka, group: str, topic: str, partition: int = 0) -> int:
+    """The offset that the broker has for the group; 0 where there is none."""
+    consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group, "log_level": 0})
+    try:
+        (found,) = consumer.committed([TopicPartition(topic, partition)], timeout=DEADLINE_SECONDS)
+        return max(found.offset, 0)
+    finally:
+        consumer.close()
+
+
+def operations(database: Database) -> list[str]:
+    with database.connect() as conn:
+        return [row[0] for row in conn.execute("SELECT operation FROM done ORDER BY n").fetchall()]
+
+
+def dead(database: Database) -> list[tuple[Any, ...]]:
+    with database.connect() as conn:
+        return conn.execute("SELECT reason, operation, attempts FROM fencepost.dead_letter ORDER BY id").fetchall()
+
+
+@contextmanager
+def running(runner: KafkaRunner) -> Generator[threading.Event, None, None]:
+    """The runner in a thread, stopped and drained at the end; its error, if any, is the test's."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            runner.run(stop)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+    assert errors == []
+
+
+@pytest.fixture
+def runner_of(kafka: Kafka, domain18: Database) -> Callable[..., KafkaRunner]:
+    """Makes a runner whose member is noticed as gone after six seconds."""
+
+    def make(handler: Any, topic: str, group: str, **options: Any) -> KafkaRunner:
+        config: dict[str, object] = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 300, **options}
+        return KafkaRunner(
+            handler, domain18.dsn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_partition_is_handled_in_its_order_and_committed_to_its_end(
+    kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner], kind: str
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+    sent = events(150)
+    produce(kafka, topic, [*sent, *sent[:3]])
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+
+    @inbox(consumer="reports")
+    async def handler_async(tx: AsyncConnection[Any], event: Submitted) -> None:
+        await asyncio.sleep(0)
+        await tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+
+    with running(runner_of(handler if kind == "sync" else handler_async, topic, group)):
+        wait_for(lambda: len(operations(domain18)) == 150, DEADLINE_SECONDS, "150 events")
+        wait_for(lambda: committed(kafka, group, topic) == 153, DEADLINE_SECONDS, "the last offset")
+
+    assert operations(domain18) == [each.operation for each in sent]
+    assert dead(domain18) == []
+
+
+def test_a_failing_event_holds_its_partition_until_it_works_and_no_offset_passes_it(
+    kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+    produce(kafka, topic, events(5))
+    failures = 0
+    seen: list[int] = []
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        nonlocal failures
+        insert(tx, event)
+        if event.operation == "op-2" and failures < 2:
+            failures += 1
+            time.sleep(0.3)
+            seen.append(committed(kafka, group, topic))
+            raise ValueError("not yet")
+
+    with running(runner_of(handler, topic, group)):
+        wait_for(lambda: len(operations(domain18)) == 5, DEADLINE_SECONDS, "five events")
+
+    assert operations(domain18) == [f"op-{index}" for index in range(5)]
+    assert max(seen) <= 2
+    assert committed(kafka, group, topic) == 5
+
+
+def test_what_can_never_be_handled_is_set_aside_and_the_partition_goes_on(
+    kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+    good = envelope(operation="op-0")
+    produce(
+        kafka,
+        topic,
+        [
+            good,
+            envelope(operation="op-0", document="b"),
+            b"\0do-not-log",
+            envelope(operation="poison"),
+            *events(2, "end"),
+        ],
+    )
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+        if event.operation == "poison":
+            raise ValueError(f"do-not-log {event.document}")
+
+    with running(runner_of(handler, topic, group)):
+        wait_for(lambda: committed(kafka, group, topic) == 6, DEADLINE_SECONDS, "the end")
+
+    assert operations(domain18) == ["op-0", "end-0", "end-1"]
+    assert dead(domain18) == [
+        ("conflict", "op-0", 1),
+        ("undecodable", None, 1),
+        ("handler_failed", "poison", 5),
+    ]
+    assert "ValueError" in caplog.text
+    assert "do-not-log" not in caplog.text
+
+
+CHILD = """
+import sys, threading
+from fencepost.consumer.inbox import inbox
+from fencepost.consumer.kafka import KafkaRunner
+from support.deliveries import Submitted
+
+dsn, bootstrap, topic, group, blocking = sys.argv[1:]
+
+@inbox(consumer="reports")
+def handler(tx, event: Submitted):
+    tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+    if event.operation == blocking:
+        print("inside", event.operation)
+        threading.Event().wait(60)
+
+config = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 300}
+KafkaRunner(handler, dsn, bootstrap=bootstrap, topics=[topic], group=group, config=config).run()
+print("drained")
+"""
+
+
+def child(kafka: Kafka, database: Database, topic: str, group: str, folder: Path, blocking: str = "") -> Child:
+    here = Path(__file__).parents[1]
+    path = f"{here}:{here.parent / 'compose'}"
+    return Child.script(
+        CHILD, folder=folder, arguments=[database.dsn, kafka.bootstrap, topic, group, blocking], PYTHONPATH=path
+    )
+
+
+def test_a_killed_consumer_loses_nothing_and_repeats_nothing(
+    real_kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner], tmp_path: Path
+) -> None:
+    kafka = real_kafka
+    topic, group = kafka.topic(), unique("group")
+    produce(kafka, topic, events(5))
+
+    with child(kafka, domain18, topic, group, tmp_path, blocking="op-2") as killed:
+        killed.says("inside op-2", DEADLINE_SECONDS)
+        wait_for(lambda: committed(kafka, group, topic) == 2, DEADLINE_SECONDS, "two offsets")
+        killed.kill()
+    assert operations(domain18) == ["op-0", "op-1"]
+    assert committed(kafka, group, topic) == 2
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+
+    with running(runner_of(handler, topic, group)):
+        wait_for(lambda: committed(kafka, group, topic) == 5, DEADLINE_SECONDS, "the end")
+    assert operations(domain18) == [f"op-{index}" for index in range(5)]
+
+
+def test_sigterm_drains_and_commits_what_was_done(kafka: Kafka, domain18: Database, tmp_path: Path) -> None:
+    topic, group = kafka.topic(), unique("group")
+    produce(kafka, topic, events(3))
+
+    with child(kafka, domain18, topic, group, tmp_path) as ending:
+        wait_for(lambda: len(operations(domain18)) == 3, DEADLINE_SECONDS, "three events")
+        assert ending.terminate(DEADLINE_SECONDS) == 0
+        assert ending.text.endswith("drained\n")
+
+    assert committed(kafka, group, topic) == 3
+
+
+def test_a_handler_slower_than_the_poll_interval_keeps_its_partition(
+    real_kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    topic, group = real_kafka.topic(), unique("group")
+    produce(real_kafka, topic, events(2))
+    runs: list[str] = []
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        runs.append(event.operation)
+        insert(tx, event)
+        if event.operation == "op-0":
+            threading.Event().wait(7.5)  # Longer than the poll interval: time itself is what is tested.
+
+    with running(runner_of(handler, topic, group, **{"max.poll.interval.ms": 6000})):
+        wait_for(lambda: committed(real_kafka, group, topic) == 2, DEADLINE_SECONDS, "the end")
+
+    assert runs == ["op-0", "op-1"]
+    assert operations(domain18) == ["op-0", "op-1"]
+
+
+class Watched(KafkaRunner):
+    """A runner that remembers what it committed and what was taken from it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.log: list[tuple[str, int]] = []
+
+    def _revoked(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        super()._revoked(consumer, partitions)
+        self.log.extend(("revoked", each.partition) for each in partitions)
+
+    def _on_commit(self, error: Any, offsets: list[TopicPartition]) -> None:
+        super()._on_commit(error, offsets)
+        self.log.extend(("committed", each.partition) for each in offsets)
+
+
+def test_a_member_that_loses_a_partition_commits_nothing_for_it_and_every_event_is_handled_once(
+    real_kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    kafka = real_kafka
+    topic, group = kafka.topic(partitions=2), unique("group")
+    for partition in (0, 1):
+        produce(kafka, topic, events(3, f"p{partition}"), partition)
+    inside = threading.Semaphore(0)
+    go = threading.Event()
+    runs: list[str] = []
+
+    @inbox(consumer="reports", wait_seconds=0.3)
+    def handler(tx: Tx, event: Submitted) -> None:
+        runs.append(event.operation)
+        insert(tx, event)
+        inside.release()
+        assert go.wait(DEADLINE_SECONDS)
+
+    config = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 300}
+    first = Watched(
+        handler, domain18.dsn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
+    )
+    with running(first):
+        for _ in range(2):
+            assert inside.acquire(timeout=DEADLINE_SECONDS)
+        with running(runner_of(handler, topic, group)):
+            wait_for(lambda: any(what == "revoked" for what, _ in first.log), DEADLINE_SECONDS, "a rebalance")
+            revoked = next(partition for what, partition in first.log if what == "revoked")
+            go.set()
+            for partition in (0, 1):
+                wait_for(lambda: committed(kafka, group, topic, partition) == 3, DEADLINE_SECONDS, "the end")  # noqa: B023
+            after = first.log[first.log.index(("revoked", revoked)) :]
+            assert ("committed", revoked) not in after
+            assert ("committed", 1 - revoked) in after
+
+    assert sorted(operations(domain18)) == sorted(f"p{partition}-{index}" for partition in (0, 1) for index in range(3))
+    assert len(runs) == 6
+    for partition in (0, 1):
+        assert [each for each in operations(domain18) if each.startswith(f"p{partition}")] == [
+            f"p{partition}-{index}" for index in range(3)
+        ]
+
+
+def test_a_database_outage_is_waited_out_without_a_dead_letter(
+    kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+    produce(kafka, topic, events(3))
+    attempts = 0
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        nonlocal attempts
+        attempts += 1
+        insert(tx, event)
+        if attempts <= 12:
+            tx.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    with running(runner_of(handler, topic, group)):
+        wait_for(lambda: committed(kafka, group, topic) == 3, DEADLINE_SECONDS, "the end")
+
+    assert operations(domain18) == ["op-0", "op-1", "op-2"]
+    assert (attempts, dead(domain18)) == (15, [])
+
+
+def test_settings_that_would_acknowledge_unfinished_work_are_refused() -> None:
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None: ...
+
+    def made(**config: object) -> KafkaRunner:
+        return KafkaRunner(handler, "", bootstrap="127.0.0.1:1", topics=["t"], config=config)
+
+    made(**{"enable.auto.commit": False, "fetch.min.bytes": 1})
+    for name in ("enable.auto.commit", "enable.auto.offset.store"):
+        with pytest.raises(ConfigError) as refused:
+            made(**{name: True})
+        assert refused.value.field == name
+
+
+def test_a_broker_that_is_not_there_is_unreachable_after_the_deadline() -> None:
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None: ...
+
+    runner = KafkaRunner(handler, "", bootstrap="127.0.0.1:1", topics=["t"], options=RunnerOptions(start_seconds=1))
+    with pytest.raises(Unreachable) as refused:
+        runner.run(threading.Event())
+    assert "127.0.0.1:1" in str(refused.value)
