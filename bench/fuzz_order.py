@@ -225,9 +225,13 @@ class Reader:
         self.arrivals = Arrivals()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._consumer = Consumer(
-            {"bootstrap.servers": bootstrap, "group.id": "unused", "enable.auto.commit": False, "log_level": 0}
-        )
+        self._settings: dict[str, str | int | bool] = {
+            "bootstrap.servers": bootstrap,
+            "group.id": "unused",
+            "enable.auto.commit": False,
+            "log_level": 0,
+        }
+        self._consumer = Consumer(self._settings)
         self._parts = [TopicPartition(topic, p, 0) for p in range(partitions)]
         self._consumer.assign(self._parts)
         self._next = dict.fromkeys(range(partitions), 0)
@@ -259,10 +263,13 @@ class Reader:
     def close(self) -> Arrivals:
         """Everything up to the end of the topic as it stands now."""
 
+        asking = Consumer(self._settings)
+        marks = [cast("tuple[int, int]", asking.get_watermark_offsets(p, timeout=15))[1] for p in self._parts]
+        asking.close()
+
         def caught_up() -> bool:
-            marks = [cast("tuple[int, int]", self._consumer.get_watermark_offsets(p, timeout=5)) for p in self._parts]
             with self._lock:
-                return all(self._next[p.partition] >= high for p, (_, high) in zip(self._parts, marks, strict=True))
+                return all(self._next[p.partition] >= high for p, high in zip(self._parts, marks, strict=True))
 
         wait_for(caught_up, 30, "the end of the topic")
         self._ended.set()
