@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -83,7 +84,7 @@ def running(runner: KafkaRunner) -> Generator[threading.Event, None, None]:
     def run() -> None:
         try:
             runner.run(stop)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
     thread = threading.Thread(target=run)
@@ -99,10 +100,10 @@ def running(runner: KafkaRunner) -> Generator[threading.Event, None, None]:
 
 @pytest.fixture
 def runner_of(kafka: Kafka, domain18: Database) -> Callable[..., KafkaRunner]:
-    """Makes a runner whose member is noticed as gone after six seconds."""
+    """Makes a runner whose member is noticed as gone after 2.5 seconds."""
 
     def make(handler: Any, topic: str, group: str, **options: Any) -> KafkaRunner:
-        config: dict[str, object] = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 300, **options}
+        config: dict[str, object] = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300, **options}
         return KafkaRunner(
             handler, domain18.dsn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
         )
@@ -133,6 +134,12 @@ def test_a_partition_is_handled_in_its_order_and_committed_to_its_end(
 
     assert operations(domain18) == [each.operation for each in sent]
     assert dead(domain18) == []
+    with domain18.connect() as conn:
+        text = conn.execute("SELECT coordinates FROM fencepost.delivery ORDER BY first_at LIMIT 1").fetchall()[0][0]
+    broker, cluster, where, topic_id, partition, offset = json.loads(text)
+    assert (broker, where, partition, offset) == ("kafka", topic, 0, 0)
+    assert cluster
+    assert topic_id or not kafka.real, "a topic is told from an earlier one of its name"
 
 
 def test_a_failing_event_holds_its_partition_until_it_works_and_no_offset_passes_it(
@@ -212,7 +219,7 @@ def handler(tx, event: Submitted):
         print("inside", event.operation)
         threading.Event().wait(60)
 
-config = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 300}
+config = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
 KafkaRunner(handler, dsn, bootstrap=bootstrap, topics=[topic], group=group, config=config).run()
 print("drained")
 """
@@ -273,9 +280,9 @@ def test_a_handler_slower_than_the_poll_interval_keeps_its_partition(
         runs.append(event.operation)
         insert(tx, event)
         if event.operation == "op-0":
-            threading.Event().wait(7.5)  # Longer than the poll interval: time itself is what is tested.
+            threading.Event().wait(4)  # Longer than the poll interval: time itself is what is tested.
 
-    with running(runner_of(handler, topic, group, **{"max.poll.interval.ms": 6000})):
+    with running(runner_of(handler, topic, group, **{"max.poll.interval.ms": 3000})):
         wait_for(lambda: committed(real_kafka, group, topic) == 2, DEADLINE_SECONDS, "the end")
 
     assert runs == ["op-0", "op-1"]
@@ -316,7 +323,7 @@ def test_a_member_that_loses_a_partition_commits_nothing_for_it_and_every_event_
         inside.release()
         assert go.wait(DEADLINE_SECONDS)
 
-    config = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 300}
+    config = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
     first = Watched(
         handler, domain18.dsn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
     )

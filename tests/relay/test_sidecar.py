@@ -13,7 +13,7 @@ from fencepost.relay import outbox
 from fencepost.relay.publisher import Route
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas import migrate
-from fencepost.schemas.errors import NotArmed
+from fencepost.schemas.errors import NotArmed, Unreachable
 from fencepost.schemas.event import Event
 from stack.postgres import PostgresServer
 from support.database import Database
@@ -318,3 +318,24 @@ def test_an_event_bound_by_a_reference_is_verified_by_it(
     (arrived,) = broker.read(route, 1)
     assert arrived.envelope.reference == "ref:s3://bucket/object@7"
     arrived.envelope.verify()
+
+
+def test_a_single_run_against_a_silent_broker_ends_with_an_error_and_keeps_what_was_not_confirmed(
+    database18: Database, broker: Broker, services: Services
+) -> None:
+    if not broker.features.pausable:
+        pytest.skip("the broker is not ours to pause")
+    route = broker.destination()
+    enqueue(database18, 5)
+    impatient = relay(database18.dsn, broker, services, [route])
+    impatient.loops[0].run(once=True)  # the control
+    enqueue(database18, 5, first=5)
+    broker.pause()
+    try:
+        with pytest.raises(Unreachable):
+            impatient.run_once()
+    finally:
+        broker.resume()
+    assert count(database18, BACKLOG) == 5
+    relay(database18.dsn, broker, services, [route]).run_once()
+    assert set(operations(broker.read(route, 10))) == {f"op-{n}" for n in range(10)}

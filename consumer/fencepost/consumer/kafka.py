@@ -19,8 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
-from confluent_kafka._model import TopicCollection
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from fencepost.consumer.delivery import Delivery
@@ -37,7 +36,7 @@ log = logging.getLogger("fencepost.consumer.kafka")
 
 POLL_SECONDS = 0.05
 COMMIT_SECONDS = 0.25
-REQUEST_SECONDS = 10.0
+REQUEST_SECONDS = 3.0
 BUFFER_MESSAGES = 64
 BUFFER_BYTES = 1024 * 1024
 
@@ -121,6 +120,7 @@ class KafkaRunner:
         self._lanes: dict[tuple[str, int], _Lane] = {}
         self._topic_ids: dict[str, str] = {}
         self._cluster_id = ""
+        self._has_controller = False
         self._draining = False
         self._fatal: str | None = None
         self._commit_at = 0.0
@@ -156,7 +156,11 @@ class KafkaRunner:
     def _loop(self, consumer: Consumer, stop: threading.Event) -> None:
         due = 0.0
         while not stop.is_set():
-            message = consumer.poll(POLL_SECONDS)
+            try:
+                message = consumer.poll(POLL_SECONDS)
+            except KafkaException as error:
+                self._on_error(cast(KafkaError, error.args[0]))
+                message = None
             if message is not None:
                 self._arrived(consumer, message)
             if self._fatal is not None:
@@ -313,6 +317,7 @@ class KafkaRunner:
             try:
                 found = consumer.list_topics(timeout=min(5.0, max(0.5, deadline - time.monotonic())))
                 self._cluster_id = str(getattr(found, "cluster_id", None) or "")
+                self._has_controller = found.controller_id >= 0
                 return
             except KafkaException as error:
                 tries += 1
@@ -325,6 +330,8 @@ class KafkaRunner:
 
     def _topic_id(self, topic: str) -> str:
         """Tells a topic from an earlier one of the same name; empty where the broker does not say."""
+        if not self._has_controller:
+            return ""  # Nobody to ask; a request would only run into its deadline.
         if topic not in self._topic_ids:
             known = ("bootstrap.servers", "security.", "sasl.", "ssl.", "client.id", "log_level")
             config = {name: value for name, value in self._config.items() if name.startswith(known)}

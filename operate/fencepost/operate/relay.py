@@ -95,12 +95,6 @@ def _tell(state: RetryCallState) -> None:
 
 def _pace(chosen: Settings) -> Pace:
     r = chosen.relay
-    if r.lease < 2 * r.confirm:
-        raise ConfigError(
-            "the lease is shorter than two waits for a confirm",
-            field="relay.lease",
-            hint="raise lease or lower confirm",
-        )
     return Pace(
         lease=r.lease,
         refresh=r.refresh,

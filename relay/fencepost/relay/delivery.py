@@ -52,24 +52,24 @@ class Delivery:
         self._drain_seconds = drain_seconds
         self._on_trouble = on_trouble
 
-    def deliver(self, batch: Sequence[Outgoing]) -> Settled:
+    def deliver(self, batch: Sequence[Outgoing], *, patience: float | None = None) -> Settled:
         """Settles every event of the batch (confirmed or set aside), or says which ones it could not.
 
         Renews the lease between sends and drops the events of a slot that was lost: they are its new owner's. Gives up
-        when the lease is about to end, or when asked to stop and the drain time is over. Events without an answer are
-        sent again with the same bytes.
+        when the lease is about to end, when asked to stop and the drain time is over, or after `patience` seconds.
+        Events without an answer are sent again with the same bytes.
         """
         settled = Settled()
         # Invariant: a key in `blocked` has an earlier event set aside in this batch.
         blocked: dict[tuple[str, str], int] = {}
         pending = list(batch)
         attempt = 0
-        stop_at: float | None = None
+        stop_at = None if patience is None else time.monotonic() + patience
         while pending:
-            if self._stop.is_set():
-                stop_at = stop_at or time.monotonic() + self._drain_seconds
-                if time.monotonic() >= stop_at:
-                    break
+            if self._stop.is_set() and stop_at is None:
+                stop_at = time.monotonic() + self._drain_seconds
+            if stop_at is not None and time.monotonic() >= stop_at:
+                break
             slots = self._keep()
             pending = [item for item in pending if item.row.slot in slots]
             wait = self._confirm_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -78,6 +79,7 @@ class DestinationLoop:
         self._refresh_at = 0.0
         self._reader: PageReader | None = None
         self._said = ""
+        self._patience: float | None = None
         self._conn: Connection[Any] | None = None
         self._delivery = Delivery(
             destination.publisher,
@@ -92,8 +94,10 @@ class DestinationLoop:
     def run(self, *, once: bool = False) -> None:
         """Runs until stopped, or with `once` until everything committed before the call is published or parked.
 
-        Reconnects to the database by itself with a capped backoff. With `once` an unreachable service raises.
+        Reconnects to the database by itself with a capped backoff. With `once` an unreachable database or broker, and a
+        broker that confirms nothing for three confirm timeouts, raises.
         """
+        self._patience = 3 * self._pace.confirm if once else None
         attempt = 0
         while not self._stop.is_set():
             try:
@@ -102,8 +106,12 @@ class DestinationLoop:
                     self._reader = None
                     self.destination.open(conn, time.monotonic() + self._pace.confirm)
                     attempt = 0
-                    self._serve(conn, once)
-                    self._leave(conn)
+                    try:
+                        self._serve(conn, once)
+                    finally:
+                        # Also after an error of the broker: nobody should wait for a lease that is not used.
+                        with contextlib.suppress(psycopg.Error, FencepostError):
+                            self._lease.release(conn, list(self._lease.held))
                     return
             except (psycopg.OperationalError, psycopg.InterfaceError, Unreachable, NotArmed, WitnessMismatch) as error:
                 if once:
@@ -189,6 +197,12 @@ class DestinationLoop:
         settled = self._publish(parts)
         ours = [p for p in parts if self._lease.generation(p.slot) == generations[p.slot]]
         self._ack(conn, ours, settled)
+        if settled.unresolved and self._patience is not None:
+            raise Unreachable(
+                f"the broker of destination {self.destination.name} confirmed only a part: {self.counters.trouble}",
+                field=f"destinations.{self.destination.name}",
+                hint="what was not confirmed stays in the outbox; run again when the broker is back",
+            )
         return True
 
     def _publish(self, parts: list[Part]) -> Settled:
@@ -206,9 +220,12 @@ class DestinationLoop:
                     behind.append(parking.Parking(row, ParkReason.BEHIND))
                 else:
                     batch.append(Outgoing(row, route))
-        settled = self._delivery.deliver(batch) if batch else Settled()
+        settled = self._deliver(batch) if batch else Settled()
         settled.parked += behind + unrouted
         return settled
+
+    def _deliver(self, batch: list[Outgoing]) -> Settled:
+        return self._delivery.deliver(batch, patience=self._patience)
 
     def _ack(self, conn: Connection[Any], parts: list[Part], settled: Settled) -> None:
         recorded = acks.record(conn, self._lease, parts, settled, self._pace.retry)
@@ -233,7 +250,7 @@ class DestinationLoop:
                 sent.append(item)
         if not batch:
             return False
-        settled = self._delivery.deliver(batch)
+        settled = self._deliver(batch)
         refused = {p.row.seq: (p.reason, p.detail) for p in settled.parked}
         settled_items = [i for i in sent if i.row.seq in settled.confirmed or i.row.seq in refused]
         for item in settled_items:
@@ -252,9 +269,6 @@ class DestinationLoop:
         self.counters.published += len(settled.confirmed)
         self._load_keys(conn, {i.row.slot for i in settled_items} & self._lease.held.keys())
         return bool(settled_items)
-
-    def _leave(self, conn: Connection[Any]) -> None:
-        self._lease.release(conn, list(self._lease.held))
 
     def _trouble(self, what: str) -> None:
         self.counters.trouble = what

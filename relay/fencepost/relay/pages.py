@@ -112,13 +112,15 @@ class PageReader:
             groups.setdefault((at.acked, at.end), []).append(slot)
         self._load({n for pair in groups for n in pair})
         parts: list[Part] = []
+        share = max(1, self._bytes // max(1, len(progress)))
         for (acked, end), slots in groups.items():
-            parts += self._group(self._ticks[acked], self._ticks[end], slots, progress)
+            parts += self._group(self._ticks[acked], self._ticks[end], slots, progress, share)
         return parts
 
-    def _group(self, start: Tick, end: Tick, slots: list[int], progress: dict[int, Progress]) -> list[Part]:
+    def _group(
+        self, start: Tick, end: Tick, slots: list[int], progress: dict[int, Progress], share: int
+    ) -> list[Part]:
         parts: list[Part] = []
-        share = max(1, self._bytes // len(slots))
         late = self._late_from(start, end)
         positions = {s: progress[s].position for s in slots}
         # A slot whose position has passed the hint has no late rows left.

@@ -1,0 +1,1 @@
+"""A report-generation workflow on real documents: accepted, relayed, reserved, executed with effects, published."""

@@ -1,0 +1,312 @@
+"""A message leaves its queue only after the commit, whatever happens to channels and connections in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import AsyncGenerator, Generator, Iterable
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import aio_pika
+import pytest
+from aio_pika.abc import AbstractChannel
+from psycopg import AsyncConnection, Connection
+from yarl import URL
+
+from fencepost.consumer import rabbitmq as module
+from fencepost.consumer.inbox import inbox
+from fencepost.consumer.rabbitmq import RabbitRunner
+from fencepost.consumer.runner import RunnerOptions
+from fencepost.schemas import amqp_binding
+from fencepost.schemas.envelope import Envelope
+from fencepost.schemas.errors import ConfigError, Unreachable
+from support.database import Database
+from support.deliveries import Submitted, envelope
+from support.processes import wait_for
+from support.proxy import Proxy
+from support.services import Rabbit
+
+Tx = Connection[Any]
+DEADLINE_SECONDS = 30.0
+FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, max_attempts=3, drain_seconds=10)
+
+
+@asynccontextmanager
+async def channel_of(rabbitmq: Rabbit) -> AsyncGenerator[AbstractChannel, None]:
+    connection = await aio_pika.connect(rabbitmq.url, timeout=DEADLINE_SECONDS)
+    async with connection:
+        yield await connection.channel(publisher_confirms=True, on_return_raises=True)
+
+
+def publish(rabbitmq: Rabbit, exchange: str, key: str, values: Iterable[Envelope | bytes]) -> None:
+    async def send() -> None:
+        async with channel_of(rabbitmq) as channel:
+            to = await channel.get_exchange(exchange) if exchange else channel.default_exchange
+            for value in values:
+                if isinstance(value, bytes):
+                    message = aio_pika.Message(value, headers={"ce-id": 7}, delivery_mode=2)
+                else:
+                    headers, content_type = amqp_binding.encode(value)
+                    message = aio_pika.Message(
+                        value.payload,
+                        headers=dict(headers),
+                        content_type=content_type,
+                        message_id=str(value.id),
+                        delivery_mode=2,
+                    )
+                await to.publish(message, key, timeout=DEADLINE_SECONDS)
+
+    asyncio.run(send())
+
+
+def declare(rabbitmq: Rabbit, name: str, **options: Any) -> None:
+    async def make() -> None:
+        async with channel_of(rabbitmq) as channel:
+            await channel.declare_queue(name, durable=True, **options)
+
+    asyncio.run(make())
+
+
+def delete(rabbitmq: Rabbit, *names: str) -> None:
+    async def remove() -> None:
+        async with channel_of(rabbitmq) as channel:
+            for name in names:
+                await channel.queue_delete(name)
+
+    asyncio.run(remove())
+
+
+def left(rabbitmq: Rabbit, name: str) -> int:
+    """Messages in the queue that nobody has in hand; read after the consumer has gone, that is all of them."""
+
+    async def ask() -> int:
+        async with channel_of(rabbitmq) as channel:
+            found = await channel.declare_queue(name, passive=True)
+            return found.declaration_result.message_count or 0
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def queue(rabbitmq: Rabbit) -> Generator[str, None, None]:
+    """A durable queue of this test."""
+    name = rabbitmq.name()
+    declare(rabbitmq, name)
+    yield name
+    delete(rabbitmq, name)
+
+
+def operations(database: Database) -> list[str]:
+    with database.connect() as conn:
+        return [row[0] for row in conn.execute("SELECT operation FROM done ORDER BY n").fetchall()]
+
+
+def dead(database: Database) -> list[tuple[Any, ...]]:
+    with database.connect() as conn:
+        found = "SELECT reason, operation, attempts FROM fencepost.dead_letter ORDER BY reason"
+        return conn.execute(found).fetchall()
+
+
+@inbox(consumer="reports")
+def insert(tx: Tx, event: Submitted) -> None:
+    tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
+
+
+@inbox(consumer="reports")
+async def insert_async(tx: AsyncConnection[Any], event: Submitted) -> None:
+    await asyncio.sleep(0)
+    await tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
+
+
+@contextmanager
+def running(runner: RabbitRunner) -> Generator[threading.Event, None, None]:
+    """The runner in a thread, stopped and drained at the end; its error, if any, is the test's."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            runner.run(stop)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+    assert errors == []
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_every_message_of_a_declared_queue_is_handled_once_and_the_queue_ends_empty(
+    rabbitmq: Rabbit, domain18: Database, kind: str
+) -> None:
+    name, exchange = rabbitmq.name(), rabbitmq.name("exchange")
+    runner = RabbitRunner(
+        insert if kind == "sync" else insert_async,
+        domain18.dsn,
+        url=rabbitmq.url,
+        queue=name,
+        exchange=exchange,
+        routing_keys=["test.#"],
+        declare=True,
+        options=FAST,
+    )
+    sent = [envelope(operation=f"op-{number}") for number in range(30)]
+    with running(runner):
+        pass  # Declares, and leaves the queue bound.
+    publish(rabbitmq, exchange, "test.submitted", [*sent, *sent[:5]])
+    with running(runner):
+        wait_for(lambda: len(operations(domain18)) == 30, DEADLINE_SECONDS, "30 messages")
+        wait_for(lambda: left(rabbitmq, name) == 0, DEADLINE_SECONDS, "the queue to be empty")
+
+    assert sorted(operations(domain18)) == sorted(each.operation for each in sent)
+    assert (left(rabbitmq, name), left(rabbitmq, f"{name}.dead"), dead(domain18)) == (0, 0, [])
+    with domain18.connect() as conn:
+        text = conn.execute("SELECT coordinates FROM fencepost.delivery LIMIT 1").fetchall()[0][0]
+    broker, cluster, vhost, where, _ = json.loads(text)
+    assert (broker, vhost, where) == ("rabbitmq", "/", name)
+    assert "@" in cluster
+    delete(rabbitmq, name, f"{name}.dead")
+
+
+def test_a_connection_that_is_cut_while_handlers_run_costs_no_effect_and_acknowledges_nobody_elses_message(
+    rabbitmq: Rabbit, domain18: Database, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    publish(rabbitmq, "", queue, [envelope(operation=f"op-{number}") for number in range(10)])
+    inside, go = threading.Semaphore(0), threading.Event()
+
+    @inbox(consumer="reports", wait_seconds=0.3)
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+        inside.release()
+        assert go.wait(DEADLINE_SECONDS)
+
+    with Proxy(URL(rabbitmq.url).port or 5672) as proxy:
+        url = str(URL(rabbitmq.url).with_host("127.0.0.1").with_port(proxy.port))
+        runner = RabbitRunner(handler, domain18.dsn, url=url, queue=queue, prefetch=5, options=FAST)
+        with running(runner):
+            for _ in range(3):
+                assert inside.acquire(timeout=DEADLINE_SECONDS)
+            proxy.cut()
+            wait_for(lambda: caplog.text.count("consuming") == 2, DEADLINE_SECONDS, "the next session")
+            go.set()
+            wait_for(lambda: len(operations(domain18)) == 10, DEADLINE_SECONDS, "ten effects")
+
+    assert sorted(operations(domain18)) == sorted(f"op-{number}" for number in range(10))
+    assert left(rabbitmq, queue) == 0
+    assert "acknowledgement dropped" in caplog.text
+    assert dead(domain18) == []
+
+
+def test_a_channel_that_the_broker_closes_is_replaced_and_effects_stay_single(
+    rabbitmq: Rabbit, domain18: Database, queue: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.2)
+    publish(rabbitmq, "", queue, [envelope(operation=f"op-{number}") for number in range(3)])
+    with running(RabbitRunner(insert, domain18.dsn, url=rabbitmq.url, queue=queue, options=FAST)):
+        wait_for(lambda: len(operations(domain18)) == 3, DEADLINE_SECONDS, "three messages")
+        delete(rabbitmq, queue)
+        wait_for(lambda: "RabbitMQ lost" in caplog.text, DEADLINE_SECONDS, "the loss to be noticed")
+        declare(rabbitmq, queue)
+        publish(rabbitmq, "", queue, [envelope(operation=f"op-{number}") for number in range(2, 5)])
+        wait_for(lambda: len(operations(domain18)) == 5, DEADLINE_SECONDS, "consuming to go on")
+
+    assert sorted(operations(domain18)) == [f"op-{number}" for number in range(5)]
+    assert left(rabbitmq, queue) == 0
+
+
+def test_what_can_never_be_handled_is_set_aside_and_the_queue_goes_on(
+    rabbitmq: Rabbit, domain18: Database, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+        if event.operation == "poison":
+            raise ValueError(f"do-not-log {event.document}")
+
+    publish(rabbitmq, "", queue, [envelope(operation="op-0")])
+    runner = RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=queue, options=FAST)
+    with running(runner):
+        wait_for(lambda: operations(domain18) == ["op-0"], DEADLINE_SECONDS, "the first")
+        publish(
+            rabbitmq,
+            "",
+            queue,
+            [
+                envelope(operation="op-0", document="b"),
+                b"\0do-not-log",
+                b"\0do-not-log either",
+                envelope(operation="poison"),
+                envelope(operation="end"),
+            ],
+        )
+        wait_for(lambda: len(dead(domain18)) == 4 and len(operations(domain18)) == 2, DEADLINE_SECONDS, "the end")
+
+    assert operations(domain18) == ["op-0", "end"]
+    assert dead(domain18) == [
+        ("conflict", "op-0", 1),
+        ("handler_failed", "poison", 3),
+        ("undecodable", None, 1),
+        ("undecodable", None, 1),
+    ]
+    assert left(rabbitmq, queue) == 0
+    assert "do-not-log" not in caplog.text
+
+
+def test_a_stop_finishes_what_runs_and_gives_the_rest_back(rabbitmq: Rabbit, domain18: Database, queue: str) -> None:
+    inside, go = threading.Semaphore(0), threading.Event()
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        inside.release()
+        assert go.wait(DEADLINE_SECONDS)
+        insert(tx, event)
+
+    publish(rabbitmq, "", queue, [envelope(operation=f"op-{number}") for number in range(4)])
+    options = RunnerOptions(concurrency=1)
+    with running(RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=queue, options=options)) as stop:
+        assert inside.acquire(timeout=DEADLINE_SECONDS)
+        stop.set()
+        threading.Timer(0.3, go.set).start()
+
+    assert operations(domain18) == ["op-0"]
+    assert left(rabbitmq, queue) == 3
+
+
+def test_a_queue_that_is_missing_or_different_is_refused_by_name(
+    rabbitmq: Rabbit, domain18: Database, queue: str
+) -> None:
+    options = RunnerOptions(start_seconds=0.3)
+
+    def make(name: str, *, declare: bool = False) -> RabbitRunner:
+        return RabbitRunner(insert, domain18.dsn, url=rabbitmq.url, queue=name, declare=declare, options=options)
+
+    with running(make(queue)):
+        pass
+
+    with pytest.raises(ConfigError, match="does not exist") as missing:
+        make(rabbitmq.name()).run(threading.Event())
+    with pytest.raises(ConfigError, match="other properties") as different:
+        make(queue, declare=True).run(threading.Event())
+    assert [missing.value.field, different.value.field] == ["queue", "queue"]
+    delete(rabbitmq, f"{queue}.dead")
+
+
+def test_a_broker_that_is_not_there_is_unreachable_without_its_password() -> None:
+    runner = RabbitRunner(
+        insert, "", url="amqp://guest:hidden@127.0.0.1:1/", queue="q", options=RunnerOptions(start_seconds=0.5)
+    )
+    with pytest.raises(Unreachable) as refused:
+        runner.run(threading.Event())
+    assert "127.0.0.1:1" in str(refused.value)
+    assert "hidden" not in str(refused.value)

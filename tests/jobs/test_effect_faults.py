@@ -1,0 +1,348 @@
+"""Against a real provider with a ledger: one acceptance per effect, and no "no answer" written down as "did not happen" (B18)."""
+
+import asyncio
+import logging
+import socket
+import threading
+from typing import Any, cast
+
+import psycopg
+import psycopg.sql
+import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from fencepost.jobs import effects
+from fencepost.jobs.cancel import cancel
+from fencepost.jobs.claim import Job
+from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.effects import Dispatch, Success
+from fencepost.jobs.reconcile import reconcile
+from fencepost.jobs.worker import Backoff, Worker
+from fencepost.schemas.errors import EffectUnknown, InvalidInput, NotDispatched
+from support.database import Database
+from support.jobs import CLASS, Conn, age_effect, column, effect, expire, given, results, save, show
+from support.processes import Child, wait_for
+from support.provider import Client, Mode, Provider
+from support.proxy import Proxy
+from support.workers import QUICK, becomes, running
+
+NO_BACKOFF = Backoff(0.0, 0.0)
+MODES: tuple[Mode, ...] = ("answer", "drop-after-accept", "refuse-before-read", "error500", "hang", "garbage")
+
+
+def reports(client: Client, *, asynchronous: bool, timeout: float = 3.0, **policy: Any) -> Worker:
+    """A worker whose handler has one effect and publishes its receipt; the operation is the request."""
+    worker = Worker()
+    options = {"backoff": NO_BACKOFF} | QUICK | policy
+
+    def sync(ctx: Context, job: Job) -> None:
+        done = ctx.effect("summarise", client.call, {"operation": job.operation}, timeout=timeout)
+        ctx.publish(lambda tx: save(tx, job.operation, by=done.receipt))
+
+    async def call(request: Any, dispatch: Dispatch) -> Success:
+        return await asyncio.to_thread(client.call, request, dispatch)
+
+    async def on_loop(ctx: AsyncContext, job: Job) -> None:
+        done = await ctx.effect("summarise", call, {"operation": job.operation}, timeout=timeout)
+        await ctx.publish(lambda tx: save(tx, job.operation, by=done.receipt))
+
+    worker.job(CLASS, **options)(on_loop if asynchronous else sync)  # type: ignore[type-var]
+    return worker
+
+
+def key(operation: str) -> str:
+    return effects.idempotency_key("t", operation, "summarise")
+
+
+def settle_by_look_up(conn: Conn, client: Client, operation: str) -> None:
+    """What the operator does: asks the provider, and decides by its answer."""
+    receipt = client.look_up(key(operation))
+    reconcile(
+        conn,
+        "t",
+        operation,
+        "summarise",
+        version=effect(conn, "version", operation, "summarise"),
+        verdict="applied" if receipt else "not_applied",
+        evidence_kind="receipt_lookup",
+        evidence_ref=f"provider/receipts/{key(operation)}",
+        receipt=receipt,
+        actor="ann",
+        reason="looked it up",
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_every_way_to_lose_an_answer_is_unknown_until_the_receipt_was_looked_up(
+    database: Database, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Provider() as provider, database.connect(autocommit=True) as conn:
+        client = Client(provider.port)
+        worker = reports(client, asynchronous=asynchronous, timeout=1.0)
+        with running(worker, database):
+            for mode in MODES:
+                provider.mode = mode
+                given(conn, mode)
+                becomes(conn, "done" if mode == "answer" else "blocked", mode)
+            for mode in MODES[1:]:
+                assert effect(conn, "state", mode, "summarise") == "unknown"
+                assert column(conn, "reason", mode) == "effect_unknown" and results(conn, mode) == []
+                command = f"fencepost effects reconcile --tenant t --operation {mode} --effect summarise --version 2"
+                assert caplog.text.count(command) == 1
+            provider.mode = "answer"
+            age_effect(conn, "refuse-before-read")
+            for mode in MODES[1:]:
+                settle_by_look_up(conn, client, mode)
+                becomes(conn, "done", mode)
+        assert sorted(provider.accepted) == sorted(key(mode) for mode in MODES)
+        for mode in MODES:
+            assert results(conn, mode) == [f"receipt-{key(mode)}"]
+    assert "status 500" not in caplog.text
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_only_what_was_certainly_not_sent_is_sent_again(database: Database, asynchronous: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = Client(closed.getsockname()[1])
+    with Provider() as provider, database.connect(autocommit=True) as conn:
+        given(conn, max_attempts=100)
+        worker = reports(nobody, asynchronous=asynchronous, max_attempts=100)
+        with running(worker, database):
+            wait_for(lambda: column(conn, "attempts") >= 3, 10, "three refused connections")
+            assert effect(conn, "state", key="summarise") in ("failed_before_dispatch", "pending")
+            nobody.port = provider.port
+            becomes(conn, "done")
+        assert provider.accepted == [key("op-1")]
+        outcomes = conn.execute("SELECT DISTINCT became, reason FROM fencepost.effect_event WHERE reason IS NOT NULL")
+        assert outcomes.fetchall() == [("failed_before_dispatch", "connection_refused")]
+
+
+def test_an_error_in_reading_the_answer_is_unknown_and_a_declared_one_is_definite(database: Database) -> None:
+    worker = Worker()
+    raised: list[BaseException] = []
+
+    def misread(request: Any, dispatch: Dispatch) -> Success:
+        raise KeyError("receipt")
+
+    def not_sent(request: Any, dispatch: Dispatch) -> Success:
+        raise NotDispatched("the request could not be built")
+
+    def odd(request: Any, dispatch: Dispatch) -> Success:
+        return cast(Success, "fine")
+
+    def unkeepable(request: Any, dispatch: Dispatch) -> Success:
+        return Success("r-1", object())
+
+    calls = {"misread": misread, "not_sent": not_sent, "odd": odd, "unkeepable": unkeepable}
+
+    @worker.job(CLASS, max_attempts=1, **QUICK)
+    def handler(ctx: Context, job: Job) -> None:
+        try:
+            ctx.effect("e1", calls[job.operation], b"request")
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    with database.connect(autocommit=True) as conn, running(worker, database, concurrency=1):
+        for operation, state, outcome, kind in (
+            ("misread", "blocked", "unknown", EffectUnknown),
+            ("odd", "blocked", "unknown", EffectUnknown),
+            ("not_sent", "poison", "failed_before_dispatch", NotDispatched),
+            ("unkeepable", "queued", "success", InvalidInput),
+        ):
+            given(conn, operation, max_attempts=1, backoff_base=60.0, backoff_max=60.0)
+            wait_for(lambda o=operation: bool(raised) and show(conn, o) != "running", 10, operation)
+            becomes(conn, state, operation)
+            assert effect(conn, "state", operation) == outcome and type(raised.pop()) is kind
+
+
+def test_a_call_is_abandoned_at_its_deadline_and_its_late_receipt_counts(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker()
+    answer = threading.Event()
+    left: list[float] = []
+
+    def slow(request: Any, dispatch: Dispatch) -> Success:
+        left.append(dispatch.seconds_left())
+        answer.wait(20)
+        left.append(dispatch.seconds_left())
+        return Success("r-late")
+
+    @worker.job(CLASS, **QUICK)
+    def handler(ctx: Context, job: Job) -> None:
+        done = ctx.effect("e1", slow, {}, timeout=0.4)
+        ctx.publish(lambda tx: save(tx, by=done.receipt))
+
+    with database.connect(autocommit=True) as conn:
+        given(conn)
+        with running(worker, database):
+            becomes(conn, "blocked")
+            assert effect(conn, "state") == "unknown" and effect(conn, "reason") == "timeout"
+            answer.set()
+            becomes(conn, "done")
+        assert results(conn) == ["r-late"] and 0 < left[0] <= 0.4 and left[1] == 0
+        assert effect(conn, "begins") == 1 and "late evidence" in caplog.text
+
+
+def test_a_cancelled_handler_leaves_its_effect_unknown_and_a_cancelled_begin_definite(database: Database) -> None:
+    worker = Worker()
+    entered = threading.Event()
+
+    async def call(request: Any, dispatch: Dispatch) -> Success:
+        entered.set()
+        await asyncio.sleep(20)
+        return Success("never")
+
+    @worker.job(CLASS, **QUICK)
+    async def handler(ctx: AsyncContext, job: Job) -> None:
+        await ctx.effect("e1", call, {})
+
+    with database.connect(autocommit=True) as conn:
+        given(conn)
+        with running(worker, database):
+            assert entered.wait(10)
+            cancel(conn, "t", "op-1", CLASS, actor="ann", reason="no more")
+            wait_for(lambda: effect(conn, "state") == "unknown", 10, "the outcome to be written although cancelled")
+        assert (show(conn), effect(conn, "reason")) == ("cancelled", "cancelled")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_stop_with_an_effect_under_way_holds_the_job_as_unknown(database: Database, asynchronous: bool) -> None:
+    """B02, with a begun effect."""
+    with Provider("hang") as provider, database.connect(autocommit=True) as conn:
+        given(conn)
+        worker = reports(Client(provider.port), asynchronous=asynchronous, timeout=5.0)
+        with running(worker, database, drain=0.1) as run:
+            wait_for(lambda: provider.accepted == [key("op-1")], 10, "the acceptance")
+            run.stop(within=10)
+        assert (show(conn), effect(conn, "state", key="summarise")) == ("blocked", "unknown")
+        provider.released.set()
+
+
+def test_a_begin_whose_commit_was_lost_is_read_back_before_anything_is_dispatched(database: Database) -> None:
+    """Crash here: [E], on the near side: the answer to the begin did not arrive."""
+    info = conninfo_to_dict(database.dsn)
+    with (
+        Provider() as provider,
+        Proxy(int(str(info["port"])), str(info["host"])) as proxy,
+        database.connect(autocommit=True) as conn,
+    ):
+        worker, client = Worker(), Client(provider.port)
+
+        @worker.job(CLASS, max_attempts=1, **QUICK)
+        def handler(ctx: Context, job: Job) -> None:
+            ctx.staged()
+            proxy.drop_replies()
+            threading.Thread(target=cut, daemon=True).start()
+            done = ctx.effect("summarise", client.call, {})
+            ctx.publish(lambda tx: save(tx, by=done.receipt))
+
+        def cut() -> None:
+            wait_for(lambda: _count(database, "effect") == 1, 10, "the begin to be committed")
+            wait_for(lambda: proxy.dropped_bytes > 0, 10, "its answer to be dropped")
+            proxy.heal()
+            proxy.cut()
+
+        given(conn, max_attempts=1)
+        through = make_conninfo(database.dsn, host="127.0.0.1", port=proxy.port)
+        with running(worker, Database(through, database.state), concurrency=1):
+            becomes(conn, "done")
+        assert provider.accepted == [key("op-1")] and effect(conn, "begins", key="summarise") == 1
+
+
+def _count(database: Database, table: str) -> int:
+    with database.connect(autocommit=True) as conn:
+        query = psycopg.sql.SQL("SELECT count(*) FROM fencepost.{}").format(psycopg.sql.Identifier(table))
+        row = conn.execute(query).fetchone()
+        assert row is not None
+        return int(row[0])
+
+
+KILLED = """
+import os, sys
+from fencepost.jobs.worker import Worker
+from support.jobs import CLASS, save
+from support.provider import Client
+
+worker, client = Worker(), Client(int(sys.argv[2]))
+
+@worker.job(CLASS, lease=5.0, max_effect_timeout=5.0, network_bound=0.0)
+def handler(ctx, job):
+    done = ctx.effect("summarise", client.call, {"operation": job.operation})
+    ctx.publish(lambda tx: save(tx, job.operation, by=done.receipt))
+
+worker.run(sys.argv[1])
+"""
+
+
+def test_a_worker_killed_right_after_the_acceptance_never_leads_to_a_second_one(
+    database18: Database, tmp_path: Any
+) -> None:
+    """Crash here: [E]: SIGKILL between the provider's acceptance and the record of it, then restarts."""
+    with Provider("hang") as provider, database18.connect(autocommit=True) as conn:
+        given(conn)
+        arguments = [database18.dsn, str(provider.port)]
+        with Child.script(KILLED, folder=tmp_path, arguments=arguments, PYTHONPATH="tests:compose") as child:
+            wait_for(lambda: provider.accepted == [key("op-1")], 20, "the acceptance")
+            child.kill()
+        assert effect(conn, "state", key="summarise") == "pending" and show(conn) == "running"
+        provider.mode = "answer"
+        expire(conn)
+        client = Client(provider.port)
+        with running(reports(client, asynchronous=False), database18):
+            becomes(conn, "blocked")
+            assert effect(conn, "state", key="summarise") == "unknown"
+        with running(reports(client, asynchronous=True), database18):
+            settle_by_look_up(conn, client, "op-1")
+            becomes(conn, "done")
+        assert provider.accepted == [key("op-1")] and results(conn) == [f"receipt-{key('op-1')}"]
+
+
+def test_a_call_that_could_only_start_after_its_deadline_is_not_started(database: Database) -> None:
+    worker = Worker()
+    called: list[int] = []
+
+    def call(request: Any, dispatch: Dispatch) -> Success:
+        called.append(1)
+        return Success("r")
+
+    @worker.job(CLASS, max_attempts=1, **QUICK)
+    def handler(ctx: Context, job: Job) -> None:
+        with database.connect() as aside:
+            aside.execute("SELECT FROM fencepost.job FOR NO KEY UPDATE")
+            release = threading.Timer(0.6, aside.rollback)
+            release.start()
+            try:
+                ctx.effect("e1", call, {}, timeout=0.3)
+            finally:
+                release.join()
+
+    with database.connect(autocommit=True) as conn:
+        given(conn, max_attempts=1)
+        with running(worker, database):
+            becomes(conn, "poison")
+        assert called == [] and effect(conn, "reason") == "deadline_before_dispatch"
+        assert effect(conn, "state") == "failed_before_dispatch"
+
+
+def test_logs_never_quote_the_request_the_answer_or_an_exception(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    worker = Worker()
+
+    def call(request: Any, dispatch: Dispatch) -> Success:
+        raise RuntimeError(f"geheim {request}")
+
+    @worker.job(CLASS, **QUICK)
+    def handler(ctx: Context, job: Job) -> None:
+        ctx.effect("e1", call, {"text": "geheim"})
+
+    with database.connect(autocommit=True) as conn:
+        given(conn)
+        with running(worker, database):
+            becomes(conn, "blocked")
+        assert "effect unknown (raised: RuntimeError)" in caplog.text and "geheim" not in caplog.text
+        columns = conn.execute("SELECT e::text || j::text FROM fencepost.effect AS e, fencepost.job AS j").fetchall()
+        assert "geheim" not in str(columns)

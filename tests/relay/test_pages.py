@@ -1,0 +1,184 @@
+"""A page is exactly what its end tick sees and its start tick did not, in order, in bounded parts, by the index."""
+
+from __future__ import annotations
+
+from typing import Any, LiteralString
+
+import psycopg
+import pytest
+
+from fencepost.relay.pages import IN_ORDER, LATE, MAIN, PageReader, Part, Progress, newest_tick
+from support.database import Database
+from support.relays import accept, accepted, value
+
+SLOT_OF: LiteralString = "SELECT slot FROM fencepost.outbox LIMIT 1"
+FILL: LiteralString = """
+INSERT INTO fencepost.outbox (child, slot, seq, xid, era, event_id, tenant, operation, type, version, epoch, ordering_key,
+    digest, recorded_at, content_type, payload)
+SELECT 0, g % 16, nextval('fencepost.outbox_seq'), pg_current_xact_id(), 1, gen_random_uuid(), 'acme', 'op' || g,
+    'relay.changed', 1, 1, 'k' || g, '\\x01'::bytea || sha256('x'), now(), 'application/json', convert_to(repeat('x', 200), 'UTF8')
+FROM generate_series(1, 20000) AS g"""
+PLANNED: LiteralString = "EXPLAIN (COSTS OFF) "
+WHOLE: LiteralString = "EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF, SUMMARY OFF) "
+
+
+def whole(reader: PageReader, slot: int, acked: int, end: int) -> list[Part]:
+    """Every part of a slot's page, read as a loop does that acks each part."""
+    at = Progress(acked, end, 0)
+    parts: list[Part] = []
+    while True:
+        (part,) = reader.read({slot: at})
+        parts.append(part)
+        if part.last:
+            return parts
+        assert part.rows and len(parts) < 1000, "a part that is not the last has rows"
+        at = Progress(acked, end, part.rows[-1].seq)
+
+
+def operations(parts: list[Part]) -> list[str]:
+    return [row.operation for part in parts for row in part.rows]
+
+
+def test_a_page_holds_what_its_end_sees_and_its_start_did_not(database: Database) -> None:
+    with database.connect(autocommit=True) as conn, database.connect() as late:
+        accepted(database, "a", key="k")
+        accept(late, "late", "later", key="k")
+        accepted(database, "b", key="k")
+        newest_tick(conn, 0)
+        accepted(database, "c", key="k")
+        late.commit()
+        newest_tick(conn, 0)
+        slot = value(conn, SLOT_OF)
+        reader = PageReader(conn, 1)
+        assert operations(whole(reader, slot, 0, 1)) == ["a", "b"]
+        assert operations(whole(reader, slot, 1, 2)) == ["late", "later", "c"]
+        assert operations(whole(reader, slot, 0, 2)) == ["a", "late", "later", "b", "c"]
+        assert operations(whole(reader, (slot + 1) % 16, 0, 2)) == []
+
+
+def test_parts_of_any_size_make_up_the_same_page(database: Database) -> None:
+    with database.connect(autocommit=True) as conn, database.connect() as late:
+        for n in range(30):
+            accept(late, f"late-{n}", key="k")
+            accepted(database, f"early-{n}", key="k")
+        newest_tick(conn, 0)
+        late.commit()
+        accepted(database, *[f"new-{n}" for n in range(10)], key="k")
+        newest_tick(conn, 0)
+        slot = value(conn, SLOT_OF)
+        expected = [f"late-{n}" for n in range(30)] + [f"new-{n}" for n in range(10)]
+        for rows, size in ((1, 1 << 20), (7, 1 << 20), (10, 1 << 20), (500, 1), (500, 40), (500, 1 << 20)):
+            parts = whole(PageReader(conn, 1, rows_per_slot=rows, bytes_in_all=size), slot, 1, 2)
+            assert operations(parts) == expected, (rows, size)
+            assert max(len(part.rows) for part in parts) <= rows
+            seqs = [row.seq for part in parts for row in part.rows]
+            assert seqs == sorted(seqs)
+
+
+def test_a_part_stays_within_its_share_of_memory_but_for_one_event(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        conn.execute(FILL)
+        newest_tick(conn, 0)
+        reader = PageReader(conn, 1, rows_per_slot=500, bytes_in_all=16 * 1000)
+        parts = reader.read({slot: Progress(0, 1, 0) for slot in range(16)})
+        assert {part.slot for part in parts} == set(range(16))
+        assert all(len(part.rows) == 5 and not part.last for part in parts)
+        # Slots that stand at different ticks do not multiply the limit.
+        accepted(database, "b")
+        newest_tick(conn, 0)
+        parts = reader.read({slot: Progress(0, 1 + slot % 2, 0) for slot in range(16)})
+        assert sum(len(row.payload) for part in parts for row in part.rows) <= 16 * (1000 + 200)
+
+
+def test_a_rolled_back_savepoint_leaves_nothing_and_hides_nothing(database: Database) -> None:
+    with database.connect(autocommit=True) as conn, database.connect() as writer:
+        accept(writer, "a", key="k")
+        with writer.transaction():
+            accept(writer, "b", key="k")
+        with writer.transaction() as savepoint:
+            accept(writer, "gone", key="k")
+            raise psycopg.Rollback(savepoint)
+        accept(writer, "c", key="k")
+        newest_tick(conn, 0)
+        writer.commit()
+        newest_tick(conn, 0)
+        assert operations(whole(PageReader(conn, 1), value(conn, SLOT_OF), 1, 2)) == ["a", "b", "c"]
+
+
+def test_plan_settings_end_with_the_statement(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        accepted(database, "a")
+        newest_tick(conn, 0)
+        PageReader(conn, 1).read({0: Progress(0, 1, 0)})
+        assert value(conn, "SHOW enable_sort") == "on"
+        assert conn.info.transaction_status is psycopg.pq.TransactionStatus.IDLE
+
+
+@pytest.mark.parametrize("statistics", ["none", "stale", "fresh"])
+def test_pages_are_read_in_the_order_of_the_index_whatever_the_statistics(database: Database, statistics: str) -> None:
+    with database.connect(autocommit=True) as conn:
+        for child in ("outbox_0", "outbox_1", "outbox_2"):
+            conn.execute(psycopg.sql.SQL("ALTER TABLE fencepost.{} SET (autovacuum_enabled = off)").format(_name(child)))
+        if statistics == "stale":
+            accepted(database, "a")
+            conn.execute("ANALYZE fencepost.outbox")
+        conn.execute(FILL)
+        if statistics == "fresh":
+            conn.execute("ANALYZE fencepost.outbox")
+        newest_tick(conn, 0)
+        snap, hint = value(conn, "SELECT snap::text FROM fencepost.tick WHERE n = 1"), value(
+            conn, "SELECT hint FROM fencepost.tick WHERE n = 1"
+        )
+        parameters: dict[str, Any] = {
+            "slots": list(range(16)),
+            "positions": [0] * 16,
+            "hint": 0,
+            "open": "{7,8,9}",
+            "ceiling": "10",
+            "next": "20",
+            "end_hint": hint,
+            "end_snap": snap,
+            "rows": 500,
+            "bytes": 1 << 20,
+        }
+        for query, changed in ((PLANNED + MAIN, {}), (PLANNED + LATE, {"hint": hint})):
+            with conn.transaction():
+                conn.execute(IN_ORDER)
+                plan = "\n".join(row[0] for row in conn.execute(query, parameters | changed))
+            for slow in ("Sort\n", "Seq Scan", "Bitmap", "Hash", "Materialize"):
+                assert slow not in plan, plan
+            assert plan.count("slot_seq_idx") >= 3, plan
+            assert "Index Cond: ((slot = p.slot)" in plan, plan
+
+
+def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        conn.execute(FILL)
+        newest_tick(conn, 0)
+        snap, hint = value(conn, "SELECT snap::text FROM fencepost.tick WHERE n = 1"), value(
+            conn, "SELECT hint FROM fencepost.tick WHERE n = 1"
+        )
+        with conn.transaction():
+            conn.execute(IN_ORDER)
+            plan = conn.execute(
+                WHOLE + MAIN,
+                {
+                    "slots": [3],
+                    "positions": [0],
+                    "hint": 0,
+                    "end_hint": hint,
+                    "end_snap": snap,
+                    "rows": 10,
+                    "bytes": 1 << 20,
+                },
+            ).fetchall()
+        read = max(_buffers(line) for (line,) in plan if "Buffers: shared" in line)
+        assert read < 60, "\n".join(line for (line,) in plan)
+
+
+def _buffers(line: str) -> int:
+    return sum(int(word.partition("=")[2]) for word in line.split() if word.startswith(("hit=", "read=")))
+
+
+def _name(child: str) -> psycopg.sql.Identifier:
+    return psycopg.sql.Identifier(child)
