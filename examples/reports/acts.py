@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from fencepost.jobs.effects import idempotency_key
+from fencepost.schemas.errors import Unreachable
 
 from . import app, statements
 from .client import Provider
@@ -16,6 +18,7 @@ from .scene import DESTINATION, Scene
 __all__ = ["LOST", "Director"]
 
 WAIT_SECONDS = 40.0
+SETTLE_SECONDS = 4.0
 WHICH = {"destination": DESTINATION, "consumer": app.CONSUMER}
 LOST = {
     "drop": "accepts the request, then cuts the line",
@@ -86,7 +89,8 @@ class Director:
             self.scene.process("relay-1").resume()
             say.until("the relay has every confirm and waits to record it", self._ack_waits, WAIT_SECONDS)
             there = say.until("the broker has every event", lambda: self.scene.at_broker(number), WAIT_SECONDS)
-            say.seen(f"the broker has confirmed {there} messages; acks recorded of them: 0")
+            recorded = self.scene.number(statements.ACKS, **WHICH) - acks
+            say.seen(f"the broker has confirmed {there} messages; acks recorded of them: {recorded}")
             self.scene.kill("relay-1")
             say.until("the database has noticed the dead relay", lambda: not self._ack_waits(), WAIT_SECONDS)
         recorded = self.scene.number(statements.ACKS, **WHICH) - acks
@@ -133,20 +137,35 @@ class Director:
         self.narrator.count("reports published", len(operations), done, WAIT_SECONDS)
 
     def _refuse_stuck(self, operations: list[str]) -> None:
-        with self.scene.connect() as conn:
-            stuck = conn.execute(statements.STUCK, {"operations": operations}).fetchall()
+        """Ends the demo with what happened and how things stand, once jobs are set aside instead of done."""
+        stuck = self._stuck(operations)
         if not stuck:
             return
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while len(stuck) < len(operations) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            stuck = self._stuck(operations)
         _, state, reason, detail, attempts = stuck[0]
+        done = self.scene.number(statements.DONE, operations=operations)
         because = f"{reason}, {detail}" if detail else reason
-        words = f"{len(stuck)} of {len(operations)} jobs are {state} after {attempts} attempts ({because})"
-        raise DemoFailed(f"{words}; {self.provider_says()}")
+        meaning = {
+            "poison": "no request was sent, so nothing is in doubt; they run again after `fencepost jobs requeue`",
+            "blocked": "a request may have arrived, so nobody sends it again before `fencepost effects reconcile`",
+        }[state]
+        raise DemoFailed(
+            f"{self.provider_says()}. {len(operations)} submissions were accepted, delivered and handed over; {done} are"
+            f" published; {len(stuck)} jobs are {state} after {attempts} attempts ({because}): {meaning}"
+        )
+
+    def _stuck(self, operations: list[str]) -> list[tuple[str, str, str, str, int]]:
+        with self.scene.connect() as conn:
+            return conn.execute(statements.STUCK, {"operations": operations}).fetchall()
 
     def provider_says(self) -> str:
         """What the provider is like right now, in words."""
         try:
             asked = self.provider.requests()
-        except Exception as error:  # noqa: BLE001 - told, whatever it is
+        except Unreachable as error:
             return str(error)
         return f"the provider at {self.provider.url} answers, and was asked {sum(asked.values())} times"
 

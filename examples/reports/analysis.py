@@ -94,7 +94,8 @@ class Analysis:
     @classmethod
     def from_plain(cls, value: dict[str, Any]) -> Analysis:
         """What `plain` gave."""
-        return cls(**(value | {"frequent": tuple(value["frequent"])}))
+        members: dict[str, Any] = {**value, "frequent": tuple(value["frequent"])}
+        return cls(**members)
 
 
 def analyse(text: str) -> Analysis:

@@ -32,7 +32,7 @@ class Provider:
                 timeout=dispatch.seconds_left(),
             )
         except httpx.ConnectError:
-            raise Unreachable("the provider does not answer", address=self.url, field="provider") from None
+            raise Unreachable("the provider refused the connection", address=self.url, field="provider") from None
         if answer.is_client_error:
             raise NotDispatched("the provider refused the request", field="provider", hint="nothing was accepted")
         answer.raise_for_status()
@@ -78,6 +78,18 @@ class Provider:
             answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise Unreachable(
-                f"the provider does not answer as one ({type(error).__name__})", address=self.url, field="provider"
+                f"the provider does not answer ({_words(error)})", address=self.url, field="provider"
             ) from None
         return answer
+
+
+def _words(error: Exception) -> str:
+    match error:
+        case httpx.ConnectError():
+            return "connection refused"
+        case httpx.TimeoutException():
+            return "no answer in time"
+        case httpx.HTTPStatusError():
+            return f"status {error.response.status_code}"
+        case _:
+            return "what it sends is not what a provider would send"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,16 @@ def running(runner: KafkaRunner) -> Generator[threading.Event, None, None]:
 def runner_of(kafka: Kafka, domain18: Database) -> Callable[..., KafkaRunner]:
     """Makes a runner whose member is noticed as gone after 2.5 seconds."""
 
-    def make(handler: Any, topic: str, group: str, **options: Any) -> KafkaRunner:
-        config: dict[str, object] = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300, **options}
+    def make(handler: Any, topic: str, group: str, *, options: RunnerOptions = FAST, **settings: Any) -> KafkaRunner:
+        config: dict[str, object] = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300, **settings}
         return KafkaRunner(
-            handler, domain18.dsn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
+            handler,
+            domain18.dsn,
+            bootstrap=kafka.bootstrap,
+            topics=[topic],
+            group=group,
+            config=config,
+            options=options,
         )
 
     return make
@@ -363,7 +370,8 @@ def test_a_database_outage_is_waited_out_without_a_dead_letter(
         if attempts <= 12:
             tx.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 
-    with running(runner_of(handler, topic, group)):
+    options = replace(FAST, max_attempts=2)  # An inbox repeats five times by itself before a runner hears of it.
+    with running(runner_of(handler, topic, group, options=options)):
         wait_for(lambda: committed(kafka, group, topic) == 3, DEADLINE_SECONDS, "the end")
 
     assert operations(domain18) == ["op-0", "op-1", "op-2"]
@@ -378,10 +386,12 @@ def test_settings_that_would_acknowledge_unfinished_work_are_refused() -> None:
         return KafkaRunner(handler, "", bootstrap="127.0.0.1:1", topics=["t"], config=config)
 
     made(**{"enable.auto.commit": False, "fetch.min.bytes": 1})
-    for name in ("enable.auto.commit", "enable.auto.offset.store"):
+    for name in ("enable.auto.commit", "enable.auto.offset.store", "auto.commit.enable", "group.id"):
         with pytest.raises(ConfigError) as refused:
             made(**{name: True})
         assert refused.value.field == name
+    with pytest.raises(ConfigError, match="no.such.setting"):
+        made(**{"no.such.setting": 1}).run(threading.Event())
 
 
 def test_a_broker_that_is_not_there_is_unreachable_after_the_deadline() -> None:

@@ -12,7 +12,21 @@ from fencepost.jobs.publish import FencedTransaction
 from fencepost.jobs.worker import Worker
 from fencepost.schemas.errors import StaleFence, UnknownJob
 from support.database import Database
-from support.jobs import CLASS, Background, Conn, begun, claimed, effect, given, results, save, show, two, waiting
+from support.jobs import (
+    CLASS,
+    Background,
+    Conn,
+    begun,
+    claimed,
+    column,
+    effect,
+    given,
+    results,
+    save,
+    show,
+    two,
+    waiting,
+)
 from support.workers import QUICK, becomes, running
 
 
@@ -29,7 +43,9 @@ def test_before_the_claim_nothing_is_ever_claimed(database: Database) -> None:
             stop(conn, "nothing")
 
 
-def test_after_the_claim_and_inside_the_handler_nothing_is_published_and_no_retry_is_scheduled(database: Database) -> None:
+def test_after_the_claim_and_inside_the_handler_nothing_is_published_and_no_retry_is_scheduled(
+    database: Database,
+) -> None:
     worker = Worker()
     entered, release = threading.Event(), threading.Event()
     refused: list[StaleFence] = []
@@ -52,7 +68,11 @@ def test_after_the_claim_and_inside_the_handler_nothing_is_published_and_no_retr
             release.set()
         given(conn, "control")
         assert [error.field for error in refused] == ["state"]
-        assert show(conn) == "cancelled" and results(conn) == [] and claim(conn, "w", [CLASS], 10)[0].operation == "control"
+        assert (
+            show(conn) == "cancelled"
+            and results(conn) == []
+            and claim(conn, "w", [CLASS], 10)[0].operation == "control"
+        )
 
 
 def test_inside_the_callback_the_cancel_waits_and_comes_too_late(database: Database) -> None:
@@ -64,7 +84,10 @@ def test_inside_the_callback_the_cancel_waits_and_comes_too_late(database: Datab
         entered.set()
         assert release.wait(10)
 
-    worker.job(CLASS, **QUICK)(lambda ctx, job: ctx.publish(callback))
+    @worker.job(CLASS, **QUICK)
+    def handler(ctx: Context, job: Job) -> None:
+        ctx.publish(callback)
+
     with database.connect(autocommit=True) as conn:
         given(conn)
         with running(worker, database):
@@ -122,8 +145,10 @@ def test_after_the_publication_a_cancel_is_too_late_and_the_job_stays_done(datab
 def test_a_begun_effect_keeps_its_record_and_both_are_shown(database: Database) -> None:
     with database.connect(autocommit=True) as conn:
         given(conn)
-        begun(conn, claimed(conn).fence)
-        assert stop(conn) == "cancelled" and stop(conn) == "already_cancelled"
+        job = claimed(conn)
+        begun(conn, job.fence)
+        assert stop(conn) == "cancelled" and column(conn, "generation") == job.fence.generation + 1
+        assert stop(conn) == "already_cancelled"
         shown = conn.execute("SELECT axis, state, count FROM fencepost.status ORDER BY axis").fetchall()
         assert shown == [("effect", "pending", 1), ("job", "cancelled", 1)]
         assert effect(conn, "state") == "pending"

@@ -1,15 +1,16 @@
 """Claims: due work only, each under a new attempt; what expired is taken back only if it still is as it was read."""
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from fencepost.jobs import effects
 from fencepost.jobs.cancel import cancel, requeue
-from fencepost.jobs.claim import claim
+from fencepost.jobs.claim import Job, claim
 from fencepost.jobs.fail import fail, release
-from fencepost.jobs.fence import complete
+from fencepost.jobs.fence import Fence, complete
 from fencepost.jobs.publish import publish
 from fencepost.jobs.renew import renew
 from fencepost.schemas.errors import EffectOpen, InvalidInput, StaleFence, UnknownJob
@@ -146,7 +147,8 @@ def test_an_unknown_or_pending_effect_excludes_every_claim(database: Database) -
         expire(conn)
         assert claim(conn, "w", [CLASS], 10) == []
         assert (show(conn), column(conn, "reason"), effect(conn, "state")) == ("blocked", "effect_unknown", "unknown")
-        assert claim(conn, "w", [CLASS], 10) == []
+        conn.execute("UPDATE fencepost.job SET exec = 'queued', run_at = clock_timestamp()")
+        assert claim(conn, "w", [CLASS], 10) == [], "the count of open effects alone excludes a claim"
         effects.record(conn, job.fence, "e1", attempt, "success", receipt="r-1")
         finish = claimed(conn)
         assert finish.mode == "finish" and again(conn, finish.fence) == effects.Recorded("r-1", None)
@@ -155,13 +157,13 @@ def test_an_unknown_or_pending_effect_excludes_every_claim(database: Database) -
 def test_the_reaper_takes_only_what_is_still_expired_when_it_holds_the_row(database: Database) -> None:
     """B17: what happened while the reaper waited for the gate stands: done, claimed anew, cancelled, begun."""
     with two(database) as (auto, manual):
-        acts: dict[str, Any] = {
+        acts: dict[str, Callable[[Fence], object]] = {
             "complete": lambda f: complete(auto, f),
             "renew": lambda f: renew(auto, f),
             "cancel": lambda f: cancel(auto, "t", f.operation, CLASS, actor="ann", reason="why"),
             "begin": lambda f: begun(auto, f),
         }
-        claims = {}
+        claims: dict[str, Job] = {}
         for name in acts:
             given(auto, name)
             claims[name] = claimed(auto, name)
@@ -170,7 +172,9 @@ def test_the_reaper_takes_only_what_is_still_expired_when_it_holds_the_row(datab
             # The peer holds the row with a change that is not committed: the reaper must not act on the old version.
             expire(auto, name)
             manual.execute("SELECT FROM fencepost.job WHERE operation = %s FOR NO KEY UPDATE", (name,))
-            manual.execute("UPDATE fencepost.job SET lease_until = now() + interval '1 h' WHERE operation = %s", (name,))
+            manual.execute(
+                "UPDATE fencepost.job SET lease_until = now() + interval '1 h' WHERE operation = %s", (name,)
+            )
             assert claim(auto, "reaper", [CLASS], 10) == []
             manual.commit()
             act(job.fence)
@@ -261,7 +265,7 @@ def test_many_workers_and_reapers_complete_each_job_once(database: Database) -> 
                     if number % 2:
                         conn.execute("SELECT pg_sleep(0.03)")
                     try:
-                        publish(conn, job.fence, lambda tx, o=job.operation: save(tx, o))
+                        publish(conn, job.fence, partial(save, operation=job.operation))
                     except StaleFence:
                         refused += 1
             return refused

@@ -3,15 +3,13 @@
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 from fencepost.jobs.cancel import requeue
-from fencepost.jobs.context import Context
-from fencepost.jobs.worker import Backoff, Worker
+from fencepost.jobs.worker import Worker
 from support.database import Database
-from support.jobs import CLASS, column, given, results, save, show
+from support.jobs import CLASS, column, given, results, show
 from support.processes import Child, wait_for
-from support.workers import QUICK, becomes, running
+from support.workers import becomes, publishing, running
 
 PATH = {"PYTHONPATH": "tests:compose"}
 
@@ -48,9 +46,7 @@ def test_a_job_that_kills_its_worker_is_claimed_three_times_then_poison(database
         assert claims == (3,) and column(conn, "reason", "deadly") == "attempts_exhausted"
 
         requeue(conn, "t", "deadly", CLASS, actor="ann", reason="handler fixed")
-        worker = Worker()
-        worker.job(CLASS, max_attempts=3, **QUICK)(lambda ctx, job: ctx.publish(lambda tx: save(tx, job.operation)))
-        with running(worker, database18):
+        with running(publishing(Worker(), max_attempts=3), database18):
             becomes(conn, "done", "deadly")
         assert column(conn, "attempts", "deadly") == 1 and results(conn, "deadly") == ["a"]
 
@@ -87,8 +83,7 @@ def test_a_worker_paused_past_its_lease_finishes_but_cannot_publish_and_its_succ
 ) -> None:
     """G8, end to end: SIGSTOP past the lease, a successor publishes, SIGCONT: refused, and the computation staged."""
     go = tmp_path / "go"
-    successor = Worker(owner="same-name")
-    successor.job(CLASS, **QUICK)(lambda ctx, job: ctx.publish(lambda tx: save(tx, job.operation, by="successor")))
+    successor = publishing(Worker(owner="same-name"), by="successor")
     with database18.connect(autocommit=True) as conn:
         given(conn, lease=1.0)
         with Child.script(PAUSED, folder=tmp_path, arguments=[database18.dsn, str(go)], **PATH) as child:
@@ -147,20 +142,3 @@ def test_two_signals_in_a_row_still_give_the_claim_back_and_the_process_ends_in_
                 child.says("returned")
             assert (show(conn, kind), column(conn, "attempts", kind)) == ("queued", 0)
             conn.execute("UPDATE fencepost.job SET run_at = run_at + interval '1 h' WHERE operation = %s", (kind,))
-
-
-def test_handlers_of_the_test_process_see_nothing_of_this(database18: Database) -> None:
-    """Control: the same job, undisturbed, is published by its first attempt."""
-    worker = Worker()
-    seen: list[Any] = []
-
-    @worker.job(CLASS, backoff=Backoff(0.0, 0.0), **QUICK)
-    def handler(ctx: Context, job: Any) -> None:
-        seen.append(job.attempts)
-        ctx.publish(lambda tx: save(tx, job.operation))
-
-    with database18.connect(autocommit=True) as conn:
-        given(conn)
-        with running(worker, database18):
-            becomes(conn, "done")
-        assert seen == [1] and results(conn) == ["a"]

@@ -1,7 +1,7 @@
 """Effects: recorded before dispatch, bound to their begin, settled by evidence only (G9), in SQL and on two connections."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import pytest
@@ -26,6 +26,7 @@ from fencepost.schemas.errors import (
     StaleFence,
     WrongVersion,
 )
+from fencepost.schemas.identity import Tenant
 from support.database import Database
 from support.jobs import (
     CLASS,
@@ -201,13 +202,13 @@ def test_an_outcome_is_bound_to_its_begin(database: Database) -> None:
         second = begun(conn, job.fence)
         for outcome in ("failed_before_dispatch", "unknown"):
             with pytest.raises(StaleEffectAttempt) as refused:
-                effects.record(conn, job.fence, "e1", first, outcome)  # type: ignore[arg-type]
+                effects.record(conn, job.fence, "e1", first, outcome)
             assert refused.value.field == "effect_attempt"
         for strange in (uuid4(),):
             with pytest.raises(StaleEffectAttempt):
                 effects.record(conn, job.fence, "e1", strange, "success", receipt="r-x")
         with pytest.raises(StaleEffectAttempt):
-            effects.record(conn, replace(job.fence, tenant="other"), "e1", second, "success", receipt="r")  # type: ignore[arg-type]
+            effects.record(conn, replace(job.fence, tenant=Tenant("other")), "e1", second, "success", receipt="r")
         assert effects.record(conn, job.fence, "e1", first, "success", receipt="r-late") == "superseded"
         assert effect(conn, "state") == "pending" and effect(conn, "contradicted")
         kept = "SELECT receipt FROM fencepost.effect_event WHERE effect_attempt = %s AND receipt IS NOT NULL"
@@ -224,13 +225,17 @@ def test_a_success_needs_a_receipt_and_a_settled_effect_takes_no_other_outcome(d
             effects.record(conn, job.fence, "e1", attempt, "success")
         assert refused.value.field == "receipt"
         with pytest.raises(InvalidInput):
-            effects.record(conn, job.fence, "e1", attempt, "maybe")  # type: ignore[arg-type]
+            effects.record(conn, job.fence, "e1", attempt, cast(effects.Outcome, "maybe"))
         for _ in range(2):
             assert effects.record(conn, job.fence, "e1", attempt, "success", receipt="r-1") == "success"
         for outcome in ("failed_before_dispatch", "unknown"):
             with pytest.raises(StaleEffectAttempt):
-                effects.record(conn, job.fence, "e1", attempt, outcome)  # type: ignore[arg-type]
-        assert (effect(conn, "state"), column(conn, "open_effects"), column(conn, "applied_effects")) == ("success", 0, 1)
+                effects.record(conn, job.fence, "e1", attempt, outcome)
+        assert (effect(conn, "state"), column(conn, "open_effects"), column(conn, "applied_effects")) == (
+            "success",
+            0,
+            1,
+        )
 
 
 def test_an_unknown_outcome_takes_the_job_from_its_attempt_and_late_evidence_needs_no_lease(database: Database) -> None:
@@ -272,7 +277,11 @@ def test_cancel_keeps_effects_and_a_pending_one_turns_unknown_only_at_its_own_de
         assert (show(conn), effect(conn, "state")) == ("cancelled", "pending")
         age_effect(conn)
         claim(conn, "w", [CLASS], 1)
-        assert (show(conn), effect(conn, "state"), effect(conn, "reason")) == ("cancelled", "unknown", "deadline_passed")
+        assert (show(conn), effect(conn, "state"), effect(conn, "reason")) == (
+            "cancelled",
+            "unknown",
+            "deadline_passed",
+        )
         states = {(row[0], row[1]) for row in conn.execute("SELECT axis, state FROM fencepost.status")}
         assert {("job", "cancelled"), ("effect", "unknown")} <= states
         effects.record(conn, job.fence, "e1", attempt, "success", receipt="r-1")
@@ -316,8 +325,17 @@ def test_reconciling_needs_evidence_the_version_looked_at_and_an_unknown_effect(
         assert effect(conn, "state") == "unknown" and show(conn) == "blocked"
         with pytest.raises(NotUnknown):
             reconcile(
-                conn, "t", "op-1", "nothing", version=1, verdict="applied", evidence_kind="operator",
-                evidence_ref="x", receipt="r", actor="ann", reason="r",
+                conn,
+                "t",
+                "op-1",
+                "nothing",
+                version=1,
+                verdict="applied",
+                evidence_kind="operator",
+                evidence_ref="x",
+                receipt="r",
+                actor="ann",
+                reason="r",
             )
         assert applied(conn, 2) == "resolved_applied"
         with pytest.raises(NotUnknown):

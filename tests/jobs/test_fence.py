@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +19,21 @@ from fencepost.jobs.stage import stage
 from fencepost.schemas.errors import EffectOpen, NotArmed, StaleFence
 from fencepost.schemas.identity import Attempt, Epoch, Generation, OperationId, Owner, Tenant
 from support.database import Database
-from support.jobs import Background, Conn, again, begun, claimed, column, expire, given, results, save, show, two, waiting
+from support.jobs import (
+    Background,
+    Conn,
+    again,
+    begun,
+    claimed,
+    column,
+    expire,
+    given,
+    results,
+    save,
+    show,
+    two,
+    waiting,
+)
 
 Act = Callable[[Conn, Fence], object]
 
@@ -85,7 +100,7 @@ def test_a_superseded_attempt_is_refused_although_its_owner_has_the_same_name(da
             with pytest.raises(StaleFence) as refused:
                 act(conn, first)
             assert refused.value.field == "generation"
-            publish(conn, second, lambda tx, to=operation: save(tx, to, by="second"))
+            publish(conn, second, partial(save, operation=operation, by="second"))
             assert results(conn, operation) == ["second"]
 
 
@@ -173,7 +188,7 @@ def test_the_commit_is_refused_when_the_same_transaction_gave_the_job_away(datab
         assert results(auto) == ["control"]
 
 
-def test_a_lease_that_ends_while_the_fence_waits_for_the_row_is_refused(database: Database) -> None:
+def test_a_lease_that_ends_while_a_begin_waits_for_the_row_is_refused(database: Database) -> None:
     """P4: the clock is read after the lock, in a later statement."""
     with two(database) as (auto, manual):
         given(auto)
@@ -182,7 +197,7 @@ def test_a_lease_that_ends_while_the_fence_waits_for_the_row_is_refused(database
         manual.rollback()
 
         manual.execute("SELECT FROM fencepost.job FOR NO KEY UPDATE")
-        late = Background(database, lambda conn: fence(conn, current))
+        late = Background(database, lambda conn: begun(conn, current))
         waiting(auto, late.pid)
         manual.execute("UPDATE fencepost.job SET lease_until = clock_timestamp() - interval '1 ms'")
         manual.commit()
@@ -191,10 +206,10 @@ def test_a_lease_that_ends_while_the_fence_waits_for_the_row_is_refused(database
         assert refused.value.field == "lease"
 
         # The holder only locked the row: what the waiter read before it waited must not count.
-        again_ = _again(auto, "op-1")
+        successor = _again(auto, "op-1")
         _short(auto)
         manual.execute("SELECT FROM fencepost.job FOR NO KEY UPDATE")
-        late = Background(database, lambda conn: fence(conn, again_))
+        late = Background(database, lambda conn: begun(conn, successor))
         waiting(auto, late.pid)
         manual.execute("SELECT pg_sleep(0.6)")
         manual.rollback()

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -12,7 +13,14 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from fencepost.jobs.publish import FencedTransaction, publish, published
 from fencepost.jobs.submit import submit
-from fencepost.schemas.errors import CommitWasRollback, InvalidInput, StaleFence, Unreachable, Unresolved, WrongTransaction
+from fencepost.schemas.errors import (
+    CommitWasRollback,
+    InvalidInput,
+    StaleFence,
+    Unreachable,
+    Unresolved,
+    WrongTransaction,
+)
 from support.database import Database
 from support.jobs import claimed, column, expire, given, results, save, show
 from support.processes import wait_for
@@ -134,12 +142,17 @@ def test_the_lent_connection_is_of_no_use_after_the_callback(database: Database)
 def test_a_connection_in_a_transaction_and_an_asynchronous_callback_are_refused(database: Database) -> None:
     async def asynchronous(tx: FencedTransaction) -> None: ...
 
+    def hidden(tx: FencedTransaction) -> object:
+        return asynchronous(tx)
+
     with database.connect(autocommit=True) as conn:
         given(conn)
         job = claimed(conn)
         with conn.transaction(), pytest.raises(WrongTransaction):
             publish(conn, job.fence, lambda tx: save(tx))
-        for callback in (asynchronous, lambda tx: asynchronous(tx)):
+        callbacks: list[Callable[[FencedTransaction], object]] = [asynchronous, partial(asynchronous)]
+        callbacks.append(hidden)
+        for callback in callbacks:
             with pytest.raises(InvalidInput, match="asynchronous"):
                 publish(conn, job.fence, callback)
         assert show(conn) == "running"

@@ -100,9 +100,9 @@ REFUSED: list[tuple[str, Mapping[str, Any]]] = [
     ("operation", {"operation": "x" * 201}),
     ("class", {"job_class": "Not A Name"}),
     ("args.price", {"args": {"price": 1.5}}),
-    ("args.when", {"args": {"when": datetime(2030, 1, 1)}}),  # noqa: DTZ001
+    ("args.when", {"args": {"when": datetime(2030, 1, 1)}}),
     ("args", {"args": [1]}),
-    ("run_at", {"run_at": datetime(2030, 1, 1)}),  # noqa: DTZ001
+    ("run_at", {"run_at": datetime(2030, 1, 1)}),
     ("run_at", {"run_at": datetime(9999, 1, 1, tzinfo=UTC)}),
     ("priority", {"priority": 10**9}),
     ("priority", {"priority": True}),
@@ -132,7 +132,9 @@ def test_run_at_means_the_same_instant_in_every_zone_and_is_judged_by_the_databa
         for name, zone in (("east", timezone(timedelta(hours=14))), ("west", timezone(timedelta(hours=-12)))):
             with conn.transaction():
                 submit(conn, CLASS, tenant="t", operation=name, args={}, run_at=soon.astimezone(zone))
-        assert conn.execute("SELECT count(DISTINCT run_at) FROM fencepost.job WHERE operation <> 'now'").fetchone() == (1,)
+        assert conn.execute("SELECT count(DISTINCT run_at) FROM fencepost.job WHERE operation <> 'now'").fetchone() == (
+            1,
+        )
         assert [job.operation for job in claim(conn, "w", [CLASS], 10)] == ["now"]
         conn.execute("UPDATE fencepost.job SET run_at = run_at - interval '2 hours' WHERE operation = 'east'")
         assert [job.operation for job in claim(conn, "w", [CLASS], 10)] == ["east"]

@@ -11,18 +11,17 @@ import pytest
 from fencepost.jobs.cancel import cancel
 from fencepost.jobs.claim import Job, claim
 from fencepost.jobs.context import AsyncContext, Context
-from fencepost.jobs.execution import Poison, Retry
-from fencepost.jobs.worker import Backoff, Worker
+from fencepost.jobs.worker import Backoff, Poison, Retry, Worker
 from fencepost.schemas.errors import ConfigError, InvalidInput, LeaseLost, StaleFence, Unreachable
 from support.database import Database
-from support.jobs import CLASS, Conn, begun, claimed, column, effect, expire, given, results, save, show
+from support.jobs import CLASS, begun, claimed, column, effect, expire, given, results, save, show
 from support.processes import wait_for
-from support.workers import QUICK, becomes, running
+from support.workers import QUICK, becomes, publishing, quick, running
 
 NO_BACKOFF = Backoff(0.0, 0.0)
 
 
-def test_sync_and_async_handlers_publish_or_return_and_both_complete(database: Database) -> None:
+def test_sync_and_async_handlers_publish_or_return_and_both_complete(database18: Database) -> None:
     worker = Worker()
 
     @worker.job("a.sync", **QUICK)
@@ -39,17 +38,21 @@ def test_sync_and_async_handlers_publish_or_return_and_both_complete(database: D
         await asyncio.sleep(0)
         await ctx.publish(lambda tx: save(tx, job.operation, by="async"))
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         for job_class in worker.classes:
             given(conn, job_class, job_class=job_class)
-        with running(worker, database):
+        with running(worker, database18):
             for job_class in worker.classes:
                 becomes(conn, "done", job_class, job_class=job_class)
-        assert (results(conn, "a.sync"), results(conn, "a.plain"), results(conn, "a.async")) == (["sync"], [], ["async"])
+        assert (results(conn, "a.sync"), results(conn, "a.plain"), results(conn, "a.async")) == (
+            ["sync"],
+            [],
+            ["async"],
+        )
 
 
 def test_a_handler_that_raises_is_retried_and_then_poison_with_a_typed_reason_only(
-    database: Database, caplog: pytest.LogCaptureFixture
+    database18: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "fencepost")
     worker = Worker()
@@ -68,10 +71,10 @@ def test_a_handler_that_raises_is_retried_and_then_poison_with_a_typed_reason_on
             case _:
                 pass
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         for operation in ("raises", "poison", "retry"):
             given(conn, operation, max_attempts=3)
-        with running(worker, database):
+        with running(worker, database18):
             becomes(conn, "poison", "raises")
             becomes(conn, "poison", "poison")
             becomes(conn, "done", "retry")
@@ -83,7 +86,9 @@ def test_a_handler_that_raises_is_retried_and_then_poison_with_a_typed_reason_on
 
 
 @pytest.mark.parametrize("how", ["sleeping", "spinning"])
-def test_an_async_handler_that_blocks_its_loop_keeps_its_lease_and_has_one_attempt(database18: Database, how: str) -> None:
+def test_an_async_handler_that_blocks_its_loop_keeps_its_lease_and_has_one_attempt(
+    database18: Database, how: str
+) -> None:
     """B10: renewal shares no thread with handlers."""
     worker, other = Worker(), Worker()
 
@@ -96,7 +101,7 @@ def test_an_async_handler_that_blocks_its_loop_keeps_its_lease_and_has_one_attem
         await ctx.publish(lambda tx: save(tx))
 
     for each in (worker, other):
-        each.job(CLASS, **(QUICK | {"lease": 0.8}))(block)
+        each.job(CLASS, **quick(lease=0.8))(block)
     with database18.connect(autocommit=True) as conn:
         given(conn)
         with running(worker, database18), running(other, database18):
@@ -105,11 +110,11 @@ def test_an_async_handler_that_blocks_its_loop_keeps_its_lease_and_has_one_attem
         assert conn.execute("SELECT count(*) FROM fencepost.attempt").fetchone() == (1,)
 
 
-def test_the_loss_of_a_lease_is_told_to_both_kinds_of_handler_and_staging_still_works(database: Database) -> None:
+def test_the_loss_of_a_lease_is_told_to_both_kinds_of_handler_and_staging_still_works(database18: Database) -> None:
     worker = Worker()
     told: list[str] = []
 
-    @worker.job("a.sync", **(QUICK | {"lease": 1.0}))
+    @worker.job("a.sync", **quick(lease=1.0))
     def sync(ctx: Context, job: Job) -> None:
         ctx.check()
         assert ctx.lost.wait(10)
@@ -121,7 +126,7 @@ def test_the_loss_of_a_lease_is_told_to_both_kinds_of_handler_and_staging_still_
         told.append("sync")
         raise LeaseLost("stopping")
 
-    @worker.job("a.async", **(QUICK | {"lease": 1.0}))
+    @worker.job("a.async", **quick(lease=1.0))
     async def asynchronous(ctx: AsyncContext, job: Job) -> None:
         try:
             await asyncio.sleep(10)
@@ -130,10 +135,10 @@ def test_the_loss_of_a_lease_is_told_to_both_kinds_of_handler_and_staging_still_
             told.append("async")
             raise
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         for job_class in worker.classes:
             given(conn, job_class, job_class=job_class)
-        with running(worker, database):
+        with running(worker, database18):
             for job_class in worker.classes:
                 becomes(conn, "running", job_class, job_class=job_class)
                 cancel(conn, "t", job_class, job_class, actor="ann", reason="no more")
@@ -145,7 +150,7 @@ def test_the_loss_of_a_lease_is_told_to_both_kinds_of_handler_and_staging_still_
         assert [show(conn, name, job_class=name) for name in worker.classes] == ["cancelled", "cancelled"]
 
 
-def test_a_successor_gets_what_was_staged_and_publishes_it_under_its_own_fence(database: Database) -> None:
+def test_a_successor_gets_what_was_staged_and_publishes_it_under_its_own_fence(database18: Database) -> None:
     worker = Worker()
 
     @worker.job(CLASS, backoff=NO_BACKOFF, **QUICK)
@@ -157,15 +162,15 @@ def test_a_successor_gets_what_was_staged_and_publishes_it_under_its_own_fence(d
         assert found.attempt != job.fence.attempt
         await ctx.publish(lambda tx: save(tx, by=str(found.result["words"])))
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         given(conn)
-        with running(worker, database):
+        with running(worker, database18):
             becomes(conn, "done")
         assert results(conn) == ["3"]
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_stop_gives_back_what_the_drain_did_not_finish_and_charges_nothing(database: Database, kind: str) -> None:
+def test_a_stop_gives_back_what_the_drain_did_not_finish_and_charges_nothing(database18: Database, kind: str) -> None:
     """B02: at once runnable, nothing terminal, the others run with the next worker."""
     first, second = Worker(), Worker()
     entered, release = threading.Event(), threading.Event()
@@ -178,26 +183,26 @@ def test_a_stop_gives_back_what_the_drain_did_not_finish_and_charges_nothing(dat
         entered.set()
         await asyncio.sleep(20)
 
-    first.job(CLASS, max_attempts=1, **QUICK)(slow if kind == "sync" else slow_async)  # type: ignore[type-var]
-    second.job(CLASS, max_attempts=1, **QUICK)(lambda ctx, job: ctx.publish(lambda tx: save(tx, job.operation)))
-    with database.connect(autocommit=True) as conn:
+    first.job(CLASS, max_attempts=1, **QUICK)(slow if kind == "sync" else slow_async)
+    publishing(second, max_attempts=1)
+    with database18.connect(autocommit=True) as conn:
         for number in range(3):
             given(conn, f"op-{number}", max_attempts=1)
-        with running(first, database, concurrency=1, drain=0.2) as worker:
+        with running(first, database18, concurrency=1, drain=0.2) as worker:
             assert entered.wait(10)
             began = time.monotonic()
             worker.stop(within=8)
             assert time.monotonic() - began < 8
         states = conn.execute("SELECT exec, attempts, reason FROM fencepost.job ORDER BY submitted_at").fetchall()
         assert states[0] == ("queued", 0, "worker_stopped") and {row[0] for row in states} == {"queued"}
-        with running(second, database):
+        with running(second, database18):
             for number in range(3):
                 becomes(conn, "done", f"op-{number}")
         release.set()
         assert [results(conn, f"op-{number}") for number in range(3)] == [["a"]] * 3
 
 
-def test_a_stop_within_the_drain_lets_handlers_finish_and_claims_nothing_more(database: Database) -> None:
+def test_a_stop_within_the_drain_lets_handlers_finish_and_claims_nothing_more(database18: Database) -> None:
     worker = Worker()
     entered, release = threading.Event(), threading.Event()
 
@@ -207,10 +212,10 @@ def test_a_stop_within_the_drain_lets_handlers_finish_and_claims_nothing_more(da
         assert release.wait(10)
         ctx.publish(lambda tx: save(tx, job.operation))
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         given(conn, "op-1")
         given(conn, "op-2")
-        with running(worker, database, concurrency=1) as run:
+        with running(worker, database18, concurrency=1) as run:
             assert entered.wait(10)
             run.ask()
             release.set()
@@ -218,7 +223,7 @@ def test_a_stop_within_the_drain_lets_handlers_finish_and_claims_nothing_more(da
         assert (show(conn, "op-1"), show(conn, "op-2")) == ("done", "queued")
 
 
-def test_the_capacity_is_never_exceeded_and_always_used(database: Database) -> None:
+def test_the_capacity_is_never_exceeded_and_always_used(database18: Database) -> None:
     worker = Worker()
     lock = threading.Lock()
     now: list[int] = [0]
@@ -233,32 +238,31 @@ def test_the_capacity_is_never_exceeded_and_always_used(database: Database) -> N
         with lock:
             now[0] -= 1
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         for number in range(12):
             given(conn, f"op-{number}")
-        with running(worker, database, concurrency=3):
+        with running(worker, database18, concurrency=3):
             for number in range(12):
                 becomes(conn, "done", f"op-{number}")
     assert most[0] == 3
 
 
 def test_a_disarmed_database_is_waited_for_and_with_the_witness_armed_again(
-    database: Database, caplog: pytest.LogCaptureFixture
+    database18: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = Worker()
-    worker.job(CLASS, **QUICK)(lambda ctx, job: None)
-    with database.connect(autocommit=True) as conn:
+    worker = publishing(Worker())
+    with database18.connect(autocommit=True) as conn:
         given(conn)
         conn.execute("DELETE FROM fencepost.ticket")
-        with running(worker, database):
+        with running(worker, database18):
             wait_for(lambda: "nothing is claimed" in caplog.text, 10, "the line")
             assert show(conn) == "queued"
         assert caplog.text.count("nothing is claimed") == 1
-        with running(worker, database, state=database.state):
+        with running(worker, database18, state=database18.state):
             becomes(conn, "done")
 
 
-def test_lost_connections_are_replaced_and_jobs_go_on(database: Database) -> None:
+def test_lost_connections_are_replaced_and_jobs_go_on(database18: Database) -> None:
     worker = Worker()
     entered, release = threading.Event(), threading.Event()
 
@@ -268,9 +272,9 @@ def test_lost_connections_are_replaced_and_jobs_go_on(database: Database) -> Non
         assert release.wait(10)
         ctx.stage({"n": 1})
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         given(conn)
-        with running(worker, database):
+        with running(worker, database18):
             assert entered.wait(10)
             conn.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -284,27 +288,25 @@ def test_lost_connections_are_replaced_and_jobs_go_on(database: Database) -> Non
 
 
 def test_a_database_that_never_answers_ends_the_worker_with_its_address_and_no_password() -> None:
-    worker = Worker()
-    worker.job(CLASS, **QUICK)(lambda ctx, job: None)
+    worker = publishing(Worker())
     with pytest.raises(Unreachable) as refused:
         worker.run("postgresql://me:geheim@127.0.0.1:1/x", stop=threading.Event(), patience=0.3, drain=0.0)
     assert "127.0.0.1:1" in str(refused.value) and "geheim" not in str(refused.value)
 
 
-def test_impossible_settings_are_refused_by_name(database: Database) -> None:
+def test_impossible_settings_are_refused_by_name(database18: Database) -> None:
     with pytest.raises(ConfigError) as nothing:
-        Worker().run(database.dsn)
+        Worker().run(database18.dsn)
     assert nothing.value.field == "classes"
-    worker = Worker()
-    worker.job(CLASS, lease=0.01)(lambda ctx, job: None)
+    worker = publishing(Worker(), lease=0.01)
     with pytest.raises(ConfigError) as twice:
         worker.job(CLASS)
     assert twice.value.field == "class"
     with pytest.raises(ConfigError) as many:
-        worker.run(database.dsn, concurrency=0)
+        worker.run(database18.dsn, concurrency=0)
     assert many.value.field == "concurrency"
     with pytest.raises(InvalidInput) as refused:
-        worker.run(database.dsn, stop=threading.Event())
+        worker.run(database18.dsn, stop=threading.Event())
     assert refused.value.field == "lease"
 
 
@@ -319,7 +321,7 @@ def test_a_worker_whose_clock_is_wrong_decides_nothing_differently(
     worker = Worker()
     seen: list[float] = []
 
-    @worker.job(CLASS, backoff=NO_BACKOFF, **(QUICK | {"lease": 1.0}))
+    @worker.job(CLASS, backoff=NO_BACKOFF, **quick(lease=1.0))
     def handler(ctx: Context, job: Job) -> None:
         seen.append(ctx.lease_left())
         if job.attempts == 1:
@@ -332,7 +334,9 @@ def test_a_worker_whose_clock_is_wrong_decides_nothing_differently(
         given(conn, "held")
         foreign = claimed(conn, "held", owner="other")
         given(conn)
-        conn.execute("UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '30 s' WHERE exec = 'running'")
+        conn.execute(
+            "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '30 s' WHERE exec = 'running'"
+        )
         assert claim(conn, "shifted", [CLASS], 0 + 1)[0].operation == "op-1"
         expire(conn, "op-1")
         with running(worker, database18):
@@ -341,37 +345,37 @@ def test_a_worker_whose_clock_is_wrong_decides_nothing_differently(
         assert show(conn, "held") == "running" and column(conn, "generation", "held") == foreign.fence.generation
 
 
-def test_an_open_effect_of_a_handler_that_returned_blocks_instead_of_completing(database: Database) -> None:
+def test_an_open_effect_of_a_handler_that_returned_blocks_instead_of_completing(database18: Database) -> None:
     worker = Worker()
 
     @worker.job(CLASS, **QUICK)
     def handler(ctx: Context, job: Job) -> None:
-        with database.connect(autocommit=True) as aside:
+        with database18.connect(autocommit=True) as aside:
             begun(aside, job.fence)
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         given(conn)
-        with running(worker, database):
+        with running(worker, database18):
             becomes(conn, "blocked")
         assert effect(conn, "state") == "unknown"
 
 
-def threads(conn: Conn) -> set[str]:
+def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("fencepost")}
 
 
-def test_a_stopped_worker_leaves_neither_threads_nor_sessions(database: Database) -> None:
+def test_a_stopped_worker_leaves_neither_threads_nor_sessions(database18: Database) -> None:
     worker = Worker()
 
     @worker.job(CLASS, **QUICK)
     async def handler(ctx: AsyncContext, job: Job) -> None:
         await ctx.publish(lambda tx: save(tx, job.operation))
 
-    with database.connect(autocommit=True) as conn:
+    with database18.connect(autocommit=True) as conn:
         given(conn)
-        before = threads(conn)
-        with running(worker, database, state=database.state):
+        before = threads()
+        with running(worker, database18, state=database18.state):
             becomes(conn, "done")
-        assert threads(conn) <= before
+        assert threads() <= before
         sessions = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
         wait_for(lambda: conn.execute(sessions).fetchone() == (1,), 5, "every session to end")

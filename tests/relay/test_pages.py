@@ -6,6 +6,8 @@ from typing import Any, LiteralString
 
 import psycopg
 import pytest
+from psycopg import sql
+from psycopg.pq import TransactionStatus
 
 from fencepost.relay.pages import IN_ORDER, LATE, MAIN, PageReader, Part, Progress, newest_tick
 from support.database import Database
@@ -18,7 +20,7 @@ INSERT INTO fencepost.outbox (child, slot, seq, xid, era, event_id, tenant, oper
 SELECT 0, g % 16, nextval('fencepost.outbox_seq'), pg_current_xact_id(), 1, gen_random_uuid(), 'acme', 'op' || g,
     'relay.changed', 1, 1, 'k' || g, '\\x01'::bytea || sha256('x'), now(), 'application/json', convert_to(repeat('x', 200), 'UTF8')
 FROM generate_series(1, 20000) AS g"""
-PLANNED: LiteralString = "EXPLAIN (COSTS OFF) "
+PLANS: tuple[LiteralString, LiteralString] = ("EXPLAIN (COSTS OFF) " + MAIN, "EXPLAIN (COSTS OFF) " + LATE)
 WHOLE: LiteralString = "EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF, SUMMARY OFF) "
 
 
@@ -111,14 +113,14 @@ def test_plan_settings_end_with_the_statement(database: Database) -> None:
         newest_tick(conn, 0)
         PageReader(conn, 1).read({0: Progress(0, 1, 0)})
         assert value(conn, "SHOW enable_sort") == "on"
-        assert conn.info.transaction_status is psycopg.pq.TransactionStatus.IDLE
+        assert conn.info.transaction_status is TransactionStatus.IDLE
 
 
 @pytest.mark.parametrize("statistics", ["none", "stale", "fresh"])
 def test_pages_are_read_in_the_order_of_the_index_whatever_the_statistics(database: Database, statistics: str) -> None:
     with database.connect(autocommit=True) as conn:
         for child in ("outbox_0", "outbox_1", "outbox_2"):
-            conn.execute(psycopg.sql.SQL("ALTER TABLE fencepost.{} SET (autovacuum_enabled = off)").format(_name(child)))
+            conn.execute(sql.SQL("ALTER TABLE fencepost.{} SET (autovacuum_enabled = off)").format(_name(child)))
         if statistics == "stale":
             accepted(database, "a")
             conn.execute("ANALYZE fencepost.outbox")
@@ -126,8 +128,9 @@ def test_pages_are_read_in_the_order_of_the_index_whatever_the_statistics(databa
         if statistics == "fresh":
             conn.execute("ANALYZE fencepost.outbox")
         newest_tick(conn, 0)
-        snap, hint = value(conn, "SELECT snap::text FROM fencepost.tick WHERE n = 1"), value(
-            conn, "SELECT hint FROM fencepost.tick WHERE n = 1"
+        snap, hint = (
+            value(conn, "SELECT snap::text FROM fencepost.tick WHERE n = 1"),
+            value(conn, "SELECT hint FROM fencepost.tick WHERE n = 1"),
         )
         parameters: dict[str, Any] = {
             "slots": list(range(16)),
@@ -141,10 +144,10 @@ def test_pages_are_read_in_the_order_of_the_index_whatever_the_statistics(databa
             "rows": 500,
             "bytes": 1 << 20,
         }
-        for query, changed in ((PLANNED + MAIN, {}), (PLANNED + LATE, {"hint": hint})):
+        for query, start_hint in zip(PLANS, (0, hint), strict=True):
             with conn.transaction():
                 conn.execute(IN_ORDER)
-                plan = "\n".join(row[0] for row in conn.execute(query, parameters | changed))
+                plan = "\n".join(row[0] for row in conn.execute(query, parameters | {"hint": start_hint}))
             for slow in ("Sort\n", "Seq Scan", "Bitmap", "Hash", "Materialize"):
                 assert slow not in plan, plan
             assert plan.count("slot_seq_idx") >= 3, plan
@@ -155,8 +158,9 @@ def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
     with database.connect(autocommit=True) as conn:
         conn.execute(FILL)
         newest_tick(conn, 0)
-        snap, hint = value(conn, "SELECT snap::text FROM fencepost.tick WHERE n = 1"), value(
-            conn, "SELECT hint FROM fencepost.tick WHERE n = 1"
+        snap, hint = (
+            value(conn, "SELECT snap::text FROM fencepost.tick WHERE n = 1"),
+            value(conn, "SELECT hint FROM fencepost.tick WHERE n = 1"),
         )
         with conn.transaction():
             conn.execute(IN_ORDER)
@@ -180,5 +184,5 @@ def _buffers(line: str) -> int:
     return sum(int(word.partition("=")[2]) for word in line.split() if word.startswith(("hit=", "read=")))
 
 
-def _name(child: str) -> psycopg.sql.Identifier:
-    return psycopg.sql.Identifier(child)
+def _name(child: str) -> sql.Identifier:
+    return sql.Identifier(child)

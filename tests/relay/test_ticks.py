@@ -108,7 +108,11 @@ def test_a_commit_whose_number_was_drawn_while_the_ticker_was_held_up_makes_a_ti
 
 
 def test_the_ticker_locks_before_it_looks(database: Database) -> None:
-    with database.connect(autocommit=True) as first, database.connect() as second, database.connect(autocommit=True) as look:
+    with (
+        database.connect(autocommit=True) as first,
+        database.connect() as second,
+        database.connect(autocommit=True) as look,
+    ):
         accepted(database, "a")
         second.execute("LOCK TABLE fencepost.tick_gate IN EXCLUSIVE MODE")
         waiting = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = %s"

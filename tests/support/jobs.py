@@ -45,7 +45,9 @@ def claimed(conn: Conn, operation: str = "op-1", *, owner: str = "worker-a", job
     return jobs[0]
 
 
-def begun(conn: Conn, f: Fence, key: str = "e1", *, timeout: float = 5.0, kind: effects.Kind = "opaque") -> EffectAttempt:
+def begun(
+    conn: Conn, f: Fence, key: str = "e1", *, timeout: float = 5.0, kind: effects.Kind = "opaque"
+) -> EffectAttempt:
     """A pending effect of this claim, committed."""
     attempt = EffectAttempt(uuid4())
     digest = effects.request_digest({"key": key})
@@ -99,20 +101,21 @@ def column(conn: Conn, name: str, operation: str = "op-1") -> Any:
 
 def effect(conn: Conn, name: str, operation: str = "op-1", key: str = "e1") -> Any:
     """One column of an effect."""
-    query = psycopg.sql.SQL(
-        "SELECT {} FROM fencepost.effect WHERE operation = %(o)s AND effect_key = %(k)s"
-    ).format(psycopg.sql.Identifier(name))
+    query = psycopg.sql.SQL("SELECT {} FROM fencepost.effect WHERE operation = %(o)s AND effect_key = %(k)s").format(
+        psycopg.sql.Identifier(name)
+    )
     row = conn.execute(query, {"o": operation, "k": key}).fetchone()
     assert row is not None
     return row[0]
 
 
-def save(conn: psycopg.Connection[Any], operation: str = "op-1", by: str = "a", tenant: str = "t") -> None:
+def save(conn: psycopg.Connection[Any], operation: str = "op-1", by: str = "a", tenant: str = "t") -> str:
     """The domain write of a publication: a second one for the same operation would fail."""
     conn.execute(
         "INSERT INTO result (tenant, operation, by) VALUES (%(t)s, %(o)s, %(b)s)",
         {"t": tenant, "o": operation, "b": by},
     )
+    return by
 
 
 def results(conn: Conn, operation: str = "op-1") -> list[str]:

@@ -6,6 +6,8 @@ The broker's own behaviour is the conformance suite's business; here the ledger 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -33,12 +35,13 @@ def confirm(row: OutboxRow) -> Outcome:
 class MemoryBroker:
     """Keeps in `arrived` what it confirmed or left unknown; `verdict` answers for each event.
 
-    After an answer that is no confirm, later events of that key in the same send are withheld. While `answering` is
-    cleared, what is sent has arrived and its answers wait.
+    After an answer that is no confirm, later events of that key in the same send are withheld (`withholding`). While
+    `answering` is cleared, what is sent has arrived and its answers wait.
     """
 
-    def __init__(self, verdict: Verdict = confirm) -> None:
+    def __init__(self, verdict: Verdict = confirm, *, withholding: bool = True) -> None:
         self.verdict = verdict
+        self.withholding = withholding
         self.arrived: list[OutboxRow] = []
         self.sends = 0
         self.answering = threading.Event()
@@ -53,7 +56,7 @@ class MemoryBroker:
         stopped: set[tuple[str, str]] = set()
         for row, _ in batch:
             lane = (row.tenant, row.ordering_key)
-            outcome = WITHHELD if lane in stopped else self.verdict(row)
+            outcome = WITHHELD if self.withholding and lane in stopped else self.verdict(row)
             if outcome.answer in (Answer.CONFIRMED, Answer.UNKNOWN):
                 self.arrived.append(row)
             if outcome.answer is not Answer.CONFIRMED:
@@ -79,12 +82,16 @@ class MemoryBroker:
 
 
 class LedgerBroker:
-    """Writes every byte that a consumer would see into the table of `LEDGER`, and confirms once that has committed."""
+    """Writes every byte that a consumer would see into the table of `LEDGER`, and confirms once that has committed.
 
-    def __init__(self, dsn: str, relay: str, source: str) -> None:
+    At send number `dies_at` the process kills itself between that commit and its confirm.
+    """
+
+    def __init__(self, dsn: str, relay: str, source: str, *, dies_at: int = 0) -> None:
         self._dsn = dsn
         self._relay = relay
         self._encode = encoder(source)
+        self._left = dies_at
 
     def open(self, deadline: float) -> None:
         """Connects for each send."""
@@ -94,6 +101,9 @@ class LedgerBroker:
             for row, _ in batch:
                 arrived = {"relay": self._relay, "tenant": row.tenant, "operation": row.operation}
                 conn.execute(ARRIVED, {**arrived, "wire": self._wire(row)})
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         future: Future[list[Outcome]] = Future()
         future.set_result([CONFIRMED] * len(batch))
         return future

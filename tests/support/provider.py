@@ -120,10 +120,10 @@ class Client:
         try:
             headers = {"Idempotency-Key": dispatch.idempotency_key}
             conn.request("POST", "/effects", json.dumps(request), headers)
-            answer = conn.getresponse()
-            if answer.status != 200:
-                raise RuntimeError(f"status {answer.status}")
-            return Success(json.loads(answer.read())["receipt"])
+            with conn.getresponse() as answer:
+                if answer.status != 200:
+                    raise RuntimeError(f"status {answer.status}")
+                return Success(json.loads(answer.read())["receipt"])
         finally:
             conn.close()
 
@@ -132,7 +132,8 @@ class Client:
         conn = http.client.HTTPConnection(LOOPBACK, self.port, timeout=5)
         try:
             conn.request("GET", "/receipts/" + quote(key))
-            found: str | None = json.loads(conn.getresponse().read())["receipt"]
-            return found
+            with conn.getresponse() as answer:
+                found: str | None = json.loads(answer.read())["receipt"]
+                return found
         finally:
             conn.close()

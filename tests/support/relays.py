@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, LiteralString
 from uuid import uuid4
 
@@ -72,7 +72,7 @@ def relay_once(database: Database, to: Destination | NoRoute) -> Counters:
 
 
 @contextlib.contextmanager
-def relaying(database: Database, to: Destination | NoRoute, *, pace: Pace = BRISK) -> Iterator[DestinationLoop]:
+def relaying(database: Database, to: Destination | NoRoute, *, pace: Pace = BRISK) -> Generator[DestinationLoop]:
     """A loop at work in a thread; what ended it unexpectedly is raised at the end."""
     stop = threading.Event()
     made = loop(database, to, pace=pace, stop=stop)
@@ -81,7 +81,7 @@ def relaying(database: Database, to: Destination | NoRoute, *, pace: Pace = BRIS
     def work() -> None:
         try:
             made.run()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised below
             failed.append(error)
 
     thread = threading.Thread(target=work, daemon=True)

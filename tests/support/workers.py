@@ -7,12 +7,29 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from fencepost.jobs.claim import Job
+from fencepost.jobs.context import Context
 from fencepost.jobs.worker import Worker
 from support.database import Database
-from support.jobs import CLASS, Conn, column, show
+from support.jobs import CLASS, Conn, column, save, show
 from support.processes import wait_for
 
 QUICK: dict[str, Any] = {"lease": 5.0, "max_effect_timeout": 5.0, "network_bound": 0.0}
+
+
+def quick(**changes: Any) -> dict[str, Any]:
+    """QUICK with some other settings."""
+    return QUICK | changes
+
+
+def publishing(worker: Worker, *, by: str = "a", **changes: Any) -> Worker:
+    """The worker with a handler that publishes at once."""
+
+    @worker.job(CLASS, **quick(**changes))
+    def handler(ctx: Context, job: Job) -> None:
+        ctx.publish(lambda tx: save(tx, job.operation, by=by))
+
+    return worker
 
 
 class Running:
@@ -21,12 +38,12 @@ class Running:
     def __init__(self, worker: Worker, dsn: str, **options: Any) -> None:
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(worker, dsn, options), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(worker, dsn, {"drain": 5.0, **options}), daemon=True)
         self._thread.start()
 
     def _run(self, worker: Worker, dsn: str, options: dict[str, Any]) -> None:
         try:
-            worker.run(dsn, stop=self._stop, **({"drain": 5.0} | options))
+            worker.run(dsn, stop=self._stop, **options)
         except BaseException as error:  # noqa: BLE001 (raised in the test)
             self._error = error
 

@@ -44,15 +44,16 @@ class EventLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fencepost-consumer", daemon=True)
         self._thread.start()
-        self._handling = asyncio.run_coroutine_threadsafe(self._make(inbox, dsn, options), self._loop).result(5)
-
-    @staticmethod
-    async def _make(inbox: AsyncInbox[Any], dsn: str, options: RunnerOptions) -> AsyncHandling:
-        return AsyncHandling(inbox, dsn, options)
+        self._slots = asyncio.Semaphore(options.concurrency)
+        self._handling = AsyncHandling(inbox, dsn, options)
 
     def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
         """Starts one attempt."""
-        return asyncio.run_coroutine_threadsafe(self._handling.attempt(delivery, tries), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._attempt(delivery, tries), self._loop)
+
+    async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
+        async with self._slots:
+            return await self._handling.attempt(delivery, tries)
 
     def close(self) -> None:
         """Cancels what still runs, which rolls back, and ends the loop."""

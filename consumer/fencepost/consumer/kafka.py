@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.executors import attempts
@@ -28,6 +27,7 @@ from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
 from fencepost.consumer.runner import Again, RunnerOptions, Tries
 from fencepost.consumer.signals import stop_on_signals
+from fencepost.consumer.topics import TopicIds
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 __all__ = ["KafkaRunner"]
@@ -36,7 +36,6 @@ log = logging.getLogger("fencepost.consumer.kafka")
 
 POLL_SECONDS = 0.05
 COMMIT_SECONDS = 0.25
-REQUEST_SECONDS = 3.0
 BUFFER_MESSAGES = 64
 BUFFER_BYTES = 1024 * 1024
 
@@ -48,6 +47,7 @@ _FIXED: dict[str, object] = {
     "partition.assignment.strategy": "cooperative-sticky",
     "enable.partition.eof": False,
 }
+_OURS = frozenset({"bootstrap.servers", "group.id", "on_commit", "error_cb", "logger", "auto.commit.enable"})
 _DEFAULT: dict[str, object] = {
     "auto.offset.reset": "earliest",
     "queued.max.messages.kbytes": 16_384,
@@ -100,7 +100,7 @@ class KafkaRunner:
         if not topics or isinstance(topics, str):
             raise ConfigError("topics is not a list of at least one topic", field="topics")
         for name, value in (config or {}).items():
-            if name in _FIXED and value != _FIXED[name]:
+            if name in _OURS or value != _FIXED.get(name, value):
                 raise ConfigError(f"{name} is set by the runner", field=name, hint="remove it")
         self._options = options or RunnerOptions()
         self._bootstrap = bootstrap
@@ -118,9 +118,7 @@ class KafkaRunner:
             "logger": log,
         }
         self._lanes: dict[tuple[str, int], _Lane] = {}
-        self._topic_ids: dict[str, str] = {}
         self._cluster_id = ""
-        self._has_controller = False
         self._draining = False
         self._fatal: str | None = None
         self._commit_at = 0.0
@@ -135,7 +133,7 @@ class KafkaRunner:
             with stop_on_signals() as signalled:
                 return self.run(signalled)
         self._draining, self._fatal = False, None
-        consumer = Consumer(cast(dict[str, Any], self._config))
+        consumer = self._consumer()
         running = attempts(self._inbox, self._dsn, self._options)
         self._start = running.start
         try:
@@ -175,7 +173,8 @@ class KafkaRunner:
             consumer.pause(consumer.assignment())
         deadline = time.monotonic() + self._options.drain_seconds
         while any(lane.running for lane in self._lanes.values()) and time.monotonic() < deadline:
-            consumer.poll(POLL_SECONDS)
+            with suppress(KafkaException):
+                consumer.poll(POLL_SECONDS)
         if left := sum(lane.running for lane in self._lanes.values()):
             log.warning("%d handlers were still running after %.0f s", left, self._options.drain_seconds)
         self._commit(consumer, list(self._lanes.values()), asynchronous=False)
@@ -289,7 +288,7 @@ class KafkaRunner:
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         for each in partitions:
             log.info("%s/%d: assigned", each.topic, each.partition)
-            self._lanes[each.topic, each.partition] = _Lane(each.topic, each.partition, self._topic_id(each.topic))
+            self._lanes[each.topic, each.partition] = _Lane(each.topic, each.partition, self._topic_ids.of(each.topic))
 
     def _revoked(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Still ours while this runs: what is done is committed now, and nothing of these partitions later."""
@@ -310,6 +309,14 @@ class KafkaRunner:
 
     # The broker.
 
+    def _consumer(self) -> Consumer:
+        try:
+            return Consumer(cast(dict[str, Any], self._config))
+        except KafkaException as error:
+            said = cast(KafkaError, error.args[0]).str()
+            known = said if said.startswith("No such configuration property") else "a setting is not acceptable"
+            raise ConfigError(f"Kafka client: {known}", field="config") from None
+
     def _connect(self, consumer: Consumer, stop: threading.Event) -> None:
         deadline = time.monotonic() + self._options.start_seconds
         tries = 0
@@ -317,7 +324,7 @@ class KafkaRunner:
             try:
                 found = consumer.list_topics(timeout=min(5.0, max(0.5, deadline - time.monotonic())))
                 self._cluster_id = str(getattr(found, "cluster_id", None) or "")
-                self._has_controller = found.controller_id >= 0
+                self._topic_ids = TopicIds(self._config, found)
                 return
             except KafkaException as error:
                 tries += 1
@@ -327,22 +334,6 @@ class KafkaRunner:
                     raise self._unreachable(f"Kafka did not answer: {name}") from None
                 log.warning("Kafka does not answer at %s, again in %.1f s", self._bootstrap, pause)
                 stop.wait(pause)
-
-    def _topic_id(self, topic: str) -> str:
-        """Tells a topic from an earlier one of the same name; empty where the broker does not say."""
-        if not self._has_controller:
-            return ""  # Nobody to ask; a request would only run into its deadline.
-        if topic not in self._topic_ids:
-            known = ("bootstrap.servers", "security.", "sasl.", "ssl.", "client.id", "log_level")
-            config = {name: value for name, value in self._config.items() if name.startswith(known)}
-            admin = cast(_Describes, AdminClient(cast(dict[str, Any], config)))
-            try:
-                described = admin.describe_topics(TopicCollection([topic]), request_timeout=REQUEST_SECONDS)
-                self._topic_ids[topic] = str(described[topic].result(timeout=REQUEST_SECONDS).topic_id)
-            except (KafkaException, TimeoutError) as error:
-                log.info("%s: no topic id: %s", topic, type(error).__name__)
-                self._topic_ids[topic] = ""
-        return self._topic_ids[topic]
 
     def _on_error(self, error: KafkaError) -> None:
         if error.fatal():
@@ -359,14 +350,3 @@ def _headers(message: Message) -> list[tuple[str, str | bytes | None]]:
     except UnicodeDecodeError:
         return [(":unreadable", None)]  # Becomes undecodable, and is kept as such.
     return list(headers.items()) if isinstance(headers, dict) else headers
-
-
-class _Described(Protocol):
-    @property
-    def topic_id(self) -> object: ...
-
-
-class _Describes(Protocol):
-    """What we call of the admin client, whose own types leave the futures open."""
-
-    def describe_topics(self, topics: TopicCollection, *, request_timeout: float) -> dict[str, Future[_Described]]: ...

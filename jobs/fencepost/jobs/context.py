@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -224,7 +225,8 @@ async def finished(work: Awaitable[T]) -> T:
 
 async def settled(work: Future[Any]) -> None:
     """Waits for an outcome to be written, whatever it says."""
-    await asyncio.wait([asyncio.wrap_future(work)])
+    with contextlib.suppress(Exception):
+        await asyncio.wrap_future(work)
 
 
 def abandonable(call: Callable[[], T]) -> Future[T]:

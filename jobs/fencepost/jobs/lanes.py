@@ -19,7 +19,7 @@ import psycopg
 from psycopg import Connection
 
 from fencepost.schemas.connect import connect
-from fencepost.schemas.errors import Unreachable
+from fencepost.schemas.errors import NotArmed, Unreachable
 
 __all__ = ["Lanes", "LanesClosed"]
 
@@ -49,6 +49,7 @@ class Lanes:
         self._budget = budget
         self._queue: queue.Queue[tuple[Callable[[Connection[Any]], Any], Future[Any]] | None] = queue.Queue(waiting_max)
         self._closed = threading.Event()
+        self._sending = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, name=f"fencepost-{name}-{number}", daemon=True)
             for number in range(threads)
@@ -59,10 +60,11 @@ class Lanes:
     def send(self, work: Work[T]) -> Future[T]:
         """Queues the work; the future has its result or its exception, LanesClosed after ``close``."""
         future: Future[T] = Future()
-        if self._closed.is_set():
-            future.set_exception(LanesClosed("the worker has stopped", field="worker"))
-        else:
-            self._queue.put((work, future))
+        with self._sending:
+            if not self._closed.is_set():
+                self._queue.put((work, future))
+                return future
+        future.set_exception(LanesClosed("the worker has stopped", field="worker"))
         return future
 
     def call(self, work: Work[T]) -> T:
@@ -71,7 +73,8 @@ class Lanes:
 
     def close(self) -> None:
         """Ends the lanes after the work that is queued, waiting a second at most; the rest is answered LanesClosed."""
-        self._closed.set()
+        with self._sending:
+            self._closed.set()
         for _ in self._threads:
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
@@ -105,9 +108,10 @@ class Lanes:
                 if conn is None or conn.closed:
                     conn = connect(self.dsn, autocommit=True)
                 result = work(conn)
-            except (psycopg.OperationalError, Unreachable) as error:
-                # Only a lost connection is tried again, and only where the work may be repeated.
-                if (conn is None or conn.closed) and time.monotonic() + pause < until and not self._closed.is_set():
+            except (psycopg.OperationalError, Unreachable, NotArmed) as error:
+                # Only what may pass is tried again: a lost connection, and a restart that the keeper is about to mend.
+                passing = conn is None or conn.closed or isinstance(error, NotArmed)
+                if passing and time.monotonic() + pause < until and not self._closed.is_set():
                     time.sleep(pause)
                     pause = min(pause * 2, RETRY_SECONDS_MAX)
                     continue

@@ -29,12 +29,13 @@ import psycopg
 
 from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, register_class
 from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.execution import Poison, Retry
 from fencepost.jobs.run import Run
 from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
 
-__all__ = ["Backoff", "Worker"]
+__all__ = ["Backoff", "Poison", "Retry", "Worker"]
 
 SyncHandler = Callable[[Context, Job], object]
 AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]]

@@ -16,9 +16,10 @@ def main() -> None:
     try:
         from fencepost.operate.commands import app
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in NEEDED:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in NEEDED:
             raise
-        sys.stderr.write(f"fencepost: the command line needs {error.name}; pip install 'fencepost[cli]'\n")
+        sys.stderr.write(f"fencepost: the command line needs {missing}; pip install 'fencepost[cli]'\n")
         sys.exit(2)
     app(prog_name="fencepost")
 

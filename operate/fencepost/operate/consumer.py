@@ -44,7 +44,8 @@ def run(
     """
     dsn = settings.load().dsn()
     found = target.load(path, "consumer")
-    if not isinstance(found, Runner) and callable(found):
+    # A class of runners has a `run` as well, but is not one.
+    if callable(found) and (isinstance(found, type) or not isinstance(found, Runner)):
         found = cast(Callable[[str], object], found)(dsn)
     if not isinstance(found, Runner):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, LiteralString
 
 from psycopg import Connection
+from psycopg.errors import InsufficientPrivilege
 from psycopg.rows import scalar_row
 
 from fencepost.operate.findings import Finding, fail, ok, warn
@@ -18,6 +19,8 @@ NAMES_MAX = 5
 ENCODING: LiteralString = "SELECT current_setting('server_encoding')"
 BACKEND: LiteralString = "SELECT pg_backend_pid()"
 INSTALLED: LiteralString = "SELECT to_regclass('fencepost.installation') IS NOT NULL"
+INSTALLATIONS: LiteralString = "SELECT count(*) FROM fencepost.installation"
+USAGE: LiteralString = "SELECT has_schema_privilege('fencepost', 'USAGE')"
 ROLES: LiteralString = """
 SELECT i.name, i.single_role, (SELECT r.rolsuper FROM pg_roles AS r WHERE r.rolname = current_user)
 FROM fencepost.installation AS i"""
@@ -65,10 +68,17 @@ def pooler(conn: Connection[Any]) -> Finding:
 
 
 def installed(conn: Connection[Any]) -> Finding | None:
-    """None when the schema is there; else nothing else can be looked at."""
-    if _value(conn, INSTALLED):
-        return None
-    return fail("migrations", "none is applied in this database; run `fencepost migrate`")
+    """None when the installation is there and may be looked at; else nothing else can be."""
+    try:
+        if not _value(conn, INSTALLED):
+            return fail("migrations", "none is applied in this database; run `fencepost migrate`")
+        if not _value(conn, INSTALLATIONS):
+            return fail("migrations", "applied, but nothing was installed; run `fencepost migrate`")
+    except InsufficientPrivilege as error:
+        if _value(conn, USAGE):
+            return None
+        return fail("migrations", f"{error.diag.message_primary}; grant this login one of the installation's roles")
+    return None
 
 
 def migrations(conn: Connection[Any]) -> Finding:
@@ -113,7 +123,7 @@ def roles(conn: Connection[Any]) -> Finding:
     """Separated, and all there; a superuser steps around every check."""
     row = conn.execute(ROLES).fetchone()
     if row is None:
-        return fail("roles", "the installation has no row; run `fencepost migrate` in an empty database")
+        return fail("roles", "nothing was installed; run `fencepost migrate`")
     install, single, superuser = str(row[0]), bool(row[1]), bool(row[2])
     if single:
         return warn(

@@ -14,7 +14,7 @@ from psycopg.rows import class_row
 from fencepost.operate import printing, settings
 from fencepost.schemas.connect import connect
 
-__all__ = ["STATES", "Backlog", "State", "backlog", "states", "status"]
+__all__ = ["STATES", "Backlog", "State", "backlog", "relays", "states", "status"]
 
 COUNT_MAX = 10_000
 ARMED: LiteralString = "SELECT fencepost.armed()"
@@ -26,9 +26,7 @@ FROM fencepost.status ORDER BY axis, state, tenant, kind, reason"""
 # its position. Each of them by an index, and never more than the limit.
 BACKLOG: LiteralString = """
 SELECT d.destination, d.kind, count(w.seq) AS waiting, count(w.seq) >= %(most)s AS more,
-       extract(epoch FROM clock_timestamp() - min(w.recorded_at))::float AS oldest_seconds,
-       (SELECT count(*) FROM fencepost.relay AS r
-        WHERE r.destination = d.destination AND r.lease_until > clock_timestamp()) AS relays
+       extract(epoch FROM clock_timestamp() - min(w.recorded_at))::float AS oldest_seconds
 FROM fencepost.destination AS d
 LEFT JOIN LATERAL (
     SELECT o.seq, o.recorded_at
@@ -48,6 +46,8 @@ LEFT JOIN LATERAL (
     LIMIT %(most)s) AS w ON true
 WHERE d.destination <> '-'
 GROUP BY d.destination, d.kind ORDER BY d.destination"""
+RELAYS: LiteralString = """
+SELECT r.destination, count(*) FROM fencepost.relay AS r WHERE r.lease_until > clock_timestamp() GROUP BY r.destination"""
 UNROUTED: LiteralString = """
 SELECT count(*) FROM (SELECT FROM fencepost.outbox LIMIT %(most)s) AS o
 WHERE NOT EXISTS (SELECT FROM fencepost.destination)"""
@@ -77,7 +77,6 @@ class Backlog:
     waiting: int
     more: bool
     oldest_seconds: float | None
-    relays: int
 
 
 def states(conn: Connection[Any]) -> list[State]:
@@ -91,6 +90,14 @@ def backlog(conn: Connection[Any]) -> list[Backlog] | None:
     try:
         with conn.cursor(row_factory=class_row(Backlog)) as cursor:
             return cursor.execute(BACKLOG, {"most": COUNT_MAX}).fetchall()
+    except psycopg.errors.InsufficientPrivilege:
+        return None
+
+
+def relays(conn: Connection[Any]) -> dict[str, int] | None:
+    """How many relays hold a lease on each destination now; None where this login may not look."""
+    try:
+        return {str(name): int(number) for name, number in conn.execute(RELAYS)}
     except psycopg.errors.InsufficientPrivilege:
         return None
 
@@ -110,12 +117,14 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = F
         row = conn.execute(ARMED).fetchone()
         armed = bool(row and row[0])
         found, waiting, unrouted = states(conn), backlog(conn), waiting_for_a_destination(conn)
+        live = relays(conn)
     if as_json:
         printing.as_json(
             {
                 "armed": armed,
                 "states": [asdict(s) for s in found],
                 "backlog": None if waiting is None else [asdict(b) for b in waiting],
+                "relays": live,
                 "waiting_for_a_destination": unrouted,
             }
         )
@@ -126,7 +135,13 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = F
         printing.say("relay: the backlog needs a login with the relay role")
     else:
         rows = [
-            (b.destination, b.kind, f"{b.waiting}{'+' if b.more else ''}", _age(b.oldest_seconds), b.relays)
+            (
+                b.destination,
+                b.kind,
+                f"{b.waiting}{'+' if b.more else ''}",
+                _age(b.oldest_seconds),
+                None if live is None else live.get(b.destination, 0),
+            )
             for b in waiting
         ]
         columns = ("destination", "kind", "unsent", "oldest", "relays")

@@ -60,7 +60,7 @@ class Delivery:
         Events without an answer are sent again with the same bytes.
         """
         settled = Settled()
-        # Invariant: a key in `blocked` has an earlier event set aside in this batch.
+        # Invariant: a key in `blocked` has an event set aside in this batch; the index is that of the earliest.
         blocked: dict[tuple[str, str], int] = {}
         pending = list(batch)
         attempt = 0
@@ -106,23 +106,26 @@ class Delivery:
         """True when the event is settled; keeps the events of a refused key in order behind it."""
         row = item.row
         key = (row.tenant, row.ordering_key)
+        first = settled.parked[blocked[key]] if key in blocked else None
+        # Invariant: only later events wait behind a parked one; an earlier one without an answer is sent again.
+        behind = first is not None and first.row.seq < row.seq
         match outcome.answer:
             case Answer.CONFIRMED:
                 settled.confirmed.add(row.seq)
-                if key in blocked:
-                    parking = settled.parked[blocked[key]]
-                    settled.parked[blocked[key]] = Parking(parking.row, parking.reason, parking.detail, row.seq)
+                if first is not None and behind:
+                    settled.parked[blocked[key]] = Parking(first.row, first.reason, first.detail, row.seq)
                 return True
             case Answer.REFUSED:
                 assert outcome.reason is not None
                 settled.parked.append(Parking(row, outcome.reason, outcome.detail))
-                blocked.setdefault(key, len(settled.parked) - 1)
+                if not behind:
+                    blocked[key] = len(settled.parked) - 1
                 return True
-            case Answer.WITHHELD if key in blocked:
+            case Answer.WITHHELD if behind:
                 settled.parked.append(Parking(row, ParkReason.BEHIND))
                 return True
             case Answer.NACKED | Answer.UNKNOWN | Answer.WITHHELD:
-                if key in blocked:
+                if behind:
                     # Not known to be at the broker, and an earlier one of its key is not: it waits behind that one.
                     settled.parked.append(Parking(row, ParkReason.BEHIND, outcome.answer.value))
                     return True

@@ -81,6 +81,7 @@ class DestinationLoop:
         self._said = ""
         self._patience: float | None = None
         self._conn: Connection[Any] | None = None
+        self._until: tuple[int, int] | None = None
         self._delivery = Delivery(
             destination.publisher,
             confirm_seconds=pace.confirm,
@@ -125,6 +126,8 @@ class DestinationLoop:
     def _serve(self, conn: Connection[Any], once: bool) -> None:
         pause = self._pace.poll_min
         self._refresh_at = 0.0
+        # A single run has an end even while others go on committing.
+        self._until = newest_tick(conn, 0) if once else None
         while not self._stop.is_set():
             try:
                 self._lease.release(conn, self._refresh(conn))
@@ -176,14 +179,14 @@ class DestinationLoop:
         """One part of a page for every slot of ours; True when there was something to do."""
         if not self._lease.held:
             return False
-        era, newest = newest_tick(conn, self._pace.poll_min)
+        era, newest = self._until or newest_tick(conn, self._pace.poll_min)
         if era != self._lease.era:
             self._refresh_at = 0.0
             return True
         open_pages: dict[int, Progress] = {}
         for slot, held in self._lease.held.items():
             if held.progress.between_pages:
-                held.progress.end = newest
+                held.progress.end = max(held.progress.acked, newest)
             if held.progress.acked != held.progress.end:
                 open_pages[slot] = held.progress
         if not open_pages:

@@ -117,9 +117,7 @@ class PageReader:
             parts += self._group(self._ticks[acked], self._ticks[end], slots, progress, share)
         return parts
 
-    def _group(
-        self, start: Tick, end: Tick, slots: list[int], progress: dict[int, Progress], share: int
-    ) -> list[Part]:
+    def _group(self, start: Tick, end: Tick, slots: list[int], progress: dict[int, Progress], share: int) -> list[Part]:
         parts: list[Part] = []
         late = self._late_from(start, end)
         positions = {s: progress[s].position for s in slots}

@@ -63,9 +63,10 @@ class SlotLease:
         fresh: set[int] = set()
         surplus: list[int] = []
         kept: dict[int, Held] = {}
+        known_era = self.era
         for slot, generation, era, acked, end, position, too_many in rows:
             known = self.held.get(slot)
-            if known is not None and known.generation == generation and era == self.era:
+            if known is not None and known.generation == generation and era == known_era:
                 kept[slot] = known
             else:
                 kept[slot] = Held(generation, Progress(acked, end, position), acked)

@@ -126,6 +126,7 @@ CREATE TABLE fencepost.outbox (
     recorded_at  timestamptz NOT NULL,
     content_type text NOT NULL,
     attributes   jsonb,
+    reference    text CHECK (reference LIKE 'ref:%'),
     payload      bytea NOT NULL
 ) PARTITION BY LIST (child);
 CREATE TABLE fencepost.outbox_0 PARTITION OF fencepost.outbox FOR VALUES IN (0);
@@ -212,6 +213,7 @@ CREATE TABLE fencepost.parked (
     recorded_at  timestamptz NOT NULL,
     content_type text NOT NULL,
     attributes   jsonb,
+    reference    text,
     payload      bytea NOT NULL,
     reason       text NOT NULL CHECK (reason IN ('unroutable', 'no_route', 'no_such_exchange', 'no_such_topic',
                    'too_large', 'not_authorised', 'undecodable', 'behind', 'overtaken')),
@@ -224,7 +226,7 @@ CREATE TABLE fencepost.parked (
 );
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0002_outbox.sql', '4896d045a7c9b2030ccbfacb63a3499f158ddd2eb4355794654c3ca9c2779c66');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0002_outbox.sql', '72cfa0cd27e26a07e8747c9cce6d4b00648cc4e38325c33129e36024e83cb000');
 
 -- 0003_inbox.sql
 -- Reservation: one committed handling per tenant, consumer, operation and type; deliveries are kept apart from it.
@@ -969,8 +971,8 @@ $$;
 CREATE OR REPLACE FUNCTION fencepost._require_coordinates(p_coordinates text)
 RETURNS void LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
-    IF p_coordinates IS NULL OR p_coordinates = '' OR octet_length(p_coordinates) > 2000 THEN
-        PERFORM fencepost._refuse('ZF003', 'coordinates are empty or longer than 2000 bytes', 'coordinates',
+    IF p_coordinates IS NULL OR p_coordinates = '' OR octet_length(p_coordinates) > 1500 THEN
+        PERFORM fencepost._refuse('ZF003', 'coordinates are empty or longer than 1500 bytes', 'coordinates',
             'name broker, place and message');
     END IF;
 END $$;
@@ -1621,13 +1623,13 @@ BEGIN
         PERFORM pg_advisory_xact_lock(('x' || encode(substr(v_lane, 9, 8), 'hex'))::bit(64)::bigint);
     END IF;
     INSERT INTO fencepost.outbox (child, slot, seq, xid, era, event_id, tenant, operation, type, version, epoch,
-        ordering_key, digest, recorded_at, content_type, attributes, payload)
+        ordering_key, digest, recorded_at, content_type, attributes, reference, payload)
     VALUES (v_installation.outbox_child,
         ((('x' || encode(substr(v_lane, 1, 4), 'hex'))::bit(32)::bigint & 2147483647) % v_installation.slots)::integer,
         nextval('fencepost.outbox_seq'), v_xid, v_installation.era, p_event_id, p_tenant, p_operation, p_type, p_version,
         v_epoch, p_ordering_key,
         fencepost.digest(p_tenant, p_operation, p_type, p_version, v_epoch, p_binding), v_now, p_content_type,
-        p_attributes, p_payload);
+        p_attributes, CASE WHEN p_binding LIKE 'ref:%' THEN p_binding END, p_payload);
     event_id := p_event_id;
     created := true;
 END $$;
@@ -1658,9 +1660,9 @@ BEGIN
          fencepost.installation AS i;
     IF cardinality(p_park_seqs) > 0 THEN
         INSERT INTO fencepost.parked (destination, slot, tenant, ordering_key, seq, event_id, operation, type, version, epoch,
-            digest, recorded_at, content_type, attributes, payload, reason, detail, overtaken_by, attempts, next_try_at)
+            digest, recorded_at, content_type, attributes, reference, payload, reason, detail, overtaken_by, attempts, next_try_at)
         SELECT p_destination, o.slot, o.tenant, o.ordering_key, o.seq, o.event_id, o.operation, o.type, o.version, o.epoch,
-               o.digest, o.recorded_at, o.content_type, o.attributes, o.payload, u.reason, u.detail, u.overtaken,
+               o.digest, o.recorded_at, o.content_type, o.attributes, o.reference, o.payload, u.reason, u.detail, u.overtaken,
                CASE u.reason WHEN 'behind' THEN 0 ELSE 1 END,
                CASE WHEN u.retry IS NULL THEN NULL ELSE clock_timestamp() + u.retry END
         FROM unnest(p_park_slots, p_park_seqs, p_park_reasons, p_park_details, p_park_overtaken, p_park_retry)
@@ -1796,8 +1798,12 @@ BEGIN
     VALUES (p_destination, p_owner, clock_timestamp() + p_lease)
     ON CONFLICT ON CONSTRAINT relay_pkey DO UPDATE SET lease_until = clock_timestamp() + p_lease;
 
-    SELECT ceil(i.slots::numeric / (SELECT count(*) FROM fencepost.relay AS r WHERE r.destination = p_destination))
-    INTO v_share FROM fencepost.installation AS i;
+    -- Shares differ by one slot at most and add up to all slots, so that no relay stays without one.
+    SELECT i.slots / r.live + CASE WHEN r.rank <= i.slots % r.live THEN 1 ELSE 0 END
+    INTO v_share
+    FROM fencepost.installation AS i,
+         (SELECT count(*) AS live, count(*) FILTER (WHERE l.owner <= p_owner) AS rank
+          FROM fencepost.relay AS l WHERE l.destination = p_destination) AS r;
     SELECT count(*) INTO v_owned FROM fencepost.slot AS s WHERE s.destination = p_destination AND s.owner = p_owner;
     IF v_owned < v_share THEN
         UPDATE fencepost.slot AS s SET owner = p_owner, generation = s.generation + 1

@@ -22,8 +22,12 @@ BEGIN
     VALUES (p_destination, p_owner, clock_timestamp() + p_lease)
     ON CONFLICT ON CONSTRAINT relay_pkey DO UPDATE SET lease_until = clock_timestamp() + p_lease;
 
-    SELECT ceil(i.slots::numeric / (SELECT count(*) FROM fencepost.relay AS r WHERE r.destination = p_destination))
-    INTO v_share FROM fencepost.installation AS i;
+    -- Shares differ by one slot at most and add up to all slots, so that no relay stays without one.
+    SELECT i.slots / r.live + CASE WHEN r.rank <= i.slots % r.live THEN 1 ELSE 0 END
+    INTO v_share
+    FROM fencepost.installation AS i,
+         (SELECT count(*) AS live, count(*) FILTER (WHERE l.owner <= p_owner) AS rank
+          FROM fencepost.relay AS l WHERE l.destination = p_destination) AS r;
     SELECT count(*) INTO v_owned FROM fencepost.slot AS s WHERE s.destination = p_destination AND s.owner = p_owner;
     IF v_owned < v_share THEN
         UPDATE fencepost.slot AS s SET owner = p_owner, generation = s.generation + 1

@@ -1,0 +1,63 @@
+"""Topic ids: they tell a Kafka topic from an earlier one of its name, whose offsets meant other events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol, cast
+
+from confluent_kafka import KafkaException, TopicCollection
+from confluent_kafka.admin import AdminClient
+
+__all__ = ["TopicIds"]
+
+log = logging.getLogger("fencepost.consumer.kafka")
+
+REQUEST_SECONDS = 3.0
+_OF_THE_CONNECTION = ("bootstrap.servers", "security.", "sasl.", "ssl.", "client.id", "log_level")
+
+
+class _Described(Protocol):
+    @property
+    def topic_id(self) -> object: ...
+
+
+class _Describes(Protocol):
+    """What we call of the admin client, whose own types leave the futures open."""
+
+    def describe_topics(self, topics: TopicCollection, *, request_timeout: float) -> dict[str, Future[_Described]]: ...
+
+
+class _Cluster(Protocol):
+    @property
+    def controller_id(self) -> int: ...
+    @property
+    def brokers(self) -> Mapping[int, object]: ...
+
+
+class TopicIds:
+    """The ids that a cluster gives its topics, each asked for once, within ``REQUEST_SECONDS``."""
+
+    def __init__(self, config: Mapping[str, object], cluster: _Cluster) -> None:
+        self._config = {name: value for name, value in config.items() if name.startswith(_OF_THE_CONNECTION)}
+        # Without a controller nobody answers, and a request would only run into its deadline.
+        self._answers = cluster.controller_id in cluster.brokers
+        self._known: dict[str, str] = {}
+
+    def of(self, topic: str) -> str:
+        """The id of a topic; empty where the broker does not say."""
+        if not self._answers:
+            return ""
+        if topic not in self._known:
+            self._known[topic] = self._ask(topic)
+        return self._known[topic]
+
+    def _ask(self, topic: str) -> str:
+        admin = cast(_Describes, AdminClient(cast(dict[str, Any], self._config)))
+        try:
+            described = admin.describe_topics(TopicCollection([topic]), request_timeout=REQUEST_SECONDS)
+            return str(described[topic].result(timeout=REQUEST_SECONDS).topic_id)
+        except (KafkaException, TimeoutError) as error:
+            log.info("%s: no topic id: %s", topic, type(error).__name__)
+            return ""

@@ -1,0 +1,158 @@
+"""`fencepost effects` and `fencepost jobs`: what is known, side by side, and the operator's acts with their refusals."""
+
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+from uuid import uuid4
+
+import pytest
+
+from fencepost.jobs import effects
+from fencepost.jobs.claim import Job, JobClassPolicy, claim, register_class
+from fencepost.jobs.effects import Begun
+from fencepost.jobs.submit import submit
+from fencepost.schemas.identity import JobClass
+from support.command_line import Fencepost
+from support.database import Database
+
+CLASS = "report.make"
+WHICH = ("--tenant", "acme", "--operation", "op")
+CONTENT = "secret-content"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A job whose effect is unknown."""
+
+    database: Database
+    job: Job
+    version: int
+
+    def reconcile(self, *more: str, version: int | None = None) -> list[str]:
+        """The arguments that settle it, but for what a test changes."""
+        number = str(self.version if version is None else version)
+        return ["effects", "reconcile", *WHICH, "--effect", "send", "--version", number, *more]
+
+
+@pytest.fixture
+def work(database: Database) -> Work:
+    """One job with one effect that was begun and whose answer was lost."""
+    with database.connect() as conn:
+        register_class(conn, JobClassPolicy(JobClass(CLASS), network_bound=30))
+        submit(conn, CLASS, tenant="acme", operation="op", args={"text": CONTENT})
+    with database.connect() as conn:
+        (job,) = claim(conn, "worker-1", [CLASS], 1)
+    attempt = uuid4()
+    with database.connect() as conn:
+        digest = sha256(CONTENT.encode()).digest()
+        begun = effects.begin(conn, job.fence, "send", kind="lookup", effect_attempt=attempt, digest=digest, timeout=20)
+        assert isinstance(begun, Begun)
+    with database.connect() as conn:
+        effects.record(conn, job.fence, "send", attempt, "unknown", reason="timeout")
+    return Work(database, job, begun.version + 1)
+
+
+APPLIED = ("--verdict", "applied", "--receipt", "rcpt-1")
+EVIDENCE = ("--evidence-kind", "receipt_lookup", "--evidence-ref", "https://provider.example/rcpt-1")
+
+
+def test_unknown_effect_is_listed_and_shown_with_the_command_that_settles_it(work: Work, fencepost: Fencepost) -> None:
+    listed = json.loads(fencepost(work.database, "effects", "list", "--json").out)
+    assert [(e["operation"], e["effect"], e["state"], e["version"]) for e in listed] == [("op", "send", "unknown", 2)]
+
+    shown = fencepost(work.database, "effects", "show", *WHICH, "--effect", "send")
+    assert shown.code == 0
+    assert f"fencepost effects reconcile {' '.join(WHICH)} --effect send --version 2" in shown.out
+    for output in (shown.out, fencepost(work.database, "effects", "list").out):
+        assert CONTENT not in output
+    assert fencepost(work.database, "effects", "list", "--tenant", "other").out == "effects: none\n"
+
+
+def test_reconcile_settles_once_and_keeps_who_decided(work: Work, fencepost: Fencepost) -> None:
+    settle = work.reconcile(*APPLIED, *EVIDENCE, "--actor", "ann", "--reason", "looked up")
+
+    done = fencepost(work.database, *settle)
+    assert (done.code, done.out) == (0, "effect send of operation op is resolved_applied\n")
+    again = fencepost(work.database, *settle)
+    assert again.code == 1 and "not unknown [state]" in again.line
+
+    shown = json.loads(fencepost(work.database, "effects", "show", *WHICH, "--effect", "send", "--json").out)
+    assert (shown["state"], shown["receipt"]) == ("resolved_applied", "rcpt-1")
+    assert [h["became"] for h in shown["history"]] == ["pending", "unknown", "resolved_applied"]
+    assert [(d["actor"], d["reason"], d["evidence_kind"]) for d in shown["decisions"]] == [
+        ("ann", "looked up", "receipt_lookup")
+    ]
+    job = json.loads(fencepost(work.database, "jobs", "show", *WHICH, "--class", CLASS, "--json").out)
+    assert (job["state"], job["effects"][0]["state"]) == ("queued", "resolved_applied")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "version", "field"),
+    [
+        ((*APPLIED, *EVIDENCE), 1, "[version]"),
+        (("--verdict", "applied", *EVIDENCE), None, "[receipt]"),
+        ((*APPLIED, "--evidence-kind", "operator", "--evidence-ref", ""), None, "[evidence_ref]"),
+        (("--verdict", "not-applied", *EVIDENCE), None, "[quiescent_at]"),
+        ((*APPLIED, *EVIDENCE, "--actor", " padded"), None, "[actor]"),
+    ],
+)
+def test_refused_decision_is_one_line_and_changes_nothing(
+    work: Work, fencepost: Fencepost, arguments: tuple[str, ...], version: int | None, field: str
+) -> None:
+    done = fencepost(work.database, *work.reconcile(*arguments, version=version))
+
+    assert done.code == 1
+    assert field in done.line
+    assert fencepost(work.database, *work.reconcile(*APPLIED, *EVIDENCE)).code == 0
+
+
+def test_wrong_words_on_the_command_line_are_refused_with_code_2(work: Work, fencepost: Fencepost) -> None:
+    for arguments in (
+        ("--verdict", "maybe", *EVIDENCE),
+        (*APPLIED, "--evidence-kind", "hearsay", "--evidence-ref", "x"),
+    ):
+        assert fencepost(work.database, *work.reconcile(*arguments)).code == 2
+    assert fencepost(work.database, *work.reconcile(*APPLIED, *EVIDENCE)).code == 0
+
+
+def test_cancel_shows_execution_and_effect_side_by_side(work: Work, fencepost: Fencepost) -> None:
+    which = (*WHICH, "--class", CLASS)
+    done = fencepost(work.database, "jobs", "cancel", *which, "--reason", "not needed")
+    assert (done.code, done.out) == (0, "report.make of operation op: cancelled\n")
+    assert "already_cancelled" in fencepost(work.database, "jobs", "cancel", *which, "--reason", "again").out
+
+    shown = json.loads(fencepost(work.database, "jobs", "show", *which, "--json").out)
+    assert (shown["state"], [e["state"] for e in shown["effects"]]) == ("cancelled", ["unknown"])
+    plain = fencepost(work.database, "jobs", "show", *which).out
+    assert "cancelled" in plain and "unknown" in plain and CONTENT not in plain
+
+    refused = fencepost(work.database, "jobs", "requeue", *which, "--reason", "after all")
+    assert refused.code == 4
+    assert "[effect]" in refused.line
+    assert fencepost(work.database, *work.reconcile(*APPLIED, *EVIDENCE)).code == 0
+    assert fencepost(work.database, "jobs", "requeue", *which, "--reason", "after all").code == 0
+
+
+def test_jobs_are_listed_by_state_and_unknown_ones_refused(work: Work, fencepost: Fencepost) -> None:
+    assert [j["state"] for j in json.loads(fencepost(work.database, "jobs", "list", "--json").out)] == ["blocked"]
+    assert json.loads(fencepost(work.database, "jobs", "list", "--state", "queued", "--json").out) == []
+
+    nobody = ("--tenant", "acme", "--operation", "nobody", "--class", CLASS)
+    for arguments in (("show", *nobody), ("cancel", *nobody, "--reason", "r"), ("requeue", *nobody, "--reason", "r")):
+        done = fencepost(work.database, "jobs", *arguments)
+        assert done.code == 1
+        assert "there is no such job [operation]" in done.line
+    effect = fencepost(work.database, "effects", "show", *WHICH, "--effect", "nothing")
+    assert effect.code == 1 and "there is no such effect [effect]" in effect.line
+
+
+def test_disarmed_database_takes_no_decision(work: Work, fencepost: Fencepost) -> None:
+    with work.database.connect(autocommit=True) as conn:
+        conn.execute("UPDATE fencepost.ticket SET nonce = nonce")
+
+    done = fencepost(work.database, *work.reconcile(*APPLIED, *EVIDENCE))
+    assert done.code == 1
+    assert "[armed]" in done.line
+
+    assert fencepost(work.database, "migrate").code == 0
+    assert fencepost(work.database, *work.reconcile(*APPLIED, *EVIDENCE)).code == 0
