@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 import uuid
 
@@ -27,7 +28,7 @@ NEXT = """what to try next
   make demo BROKER=kafka | BROKER=rabbitmq       the same on the real brokers
   python examples/reports/demo.py --provider-port 9    a provider that is not there
   fencepost --help                               migrate, doctor, status, effects, jobs, relay, consumer, worker
-  examples/reports/app.py                        the application: one consumer, one worker, 150 lines"""
+  examples/reports/app.py                        the application: one consumer, one worker, one effect"""
 
 
 def main() -> int:
@@ -39,6 +40,8 @@ def main() -> int:
     )
     chosen = arguments.parse_args()
     logging.disable(logging.CRITICAL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     narrator = Narrator()
     try:
         with Scene(chosen.broker, chosen.provider_port, narrator) as scene:

@@ -25,6 +25,7 @@ from confluent_kafka.cimpl import NewTopic
 from psycopg import Connection, sql
 from psycopg.conninfo import make_conninfo
 
+from stack import places
 from stack.obtain import Obtained, obtain_kafka, obtain_mock, obtain_postgres, obtain_rabbitmq
 from stack.process import Process
 
@@ -95,7 +96,8 @@ class Scene:
     # -- services ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self.folder = Path(self._opened.enter_context(tempfile.TemporaryDirectory(prefix="fencepost-reports-")))
+        # Below the folder of the services: it goes when they go, even when this process is killed.
+        self.folder = Path(tempfile.mkdtemp(prefix="reports-", dir=places.run_folder()))
         postgres = obtain_postgres("18")
         self._opened.callback(postgres.close)
         broker = self._broker()

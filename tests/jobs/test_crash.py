@@ -9,9 +9,7 @@ from fencepost.jobs.worker import Worker
 from support.database import Database
 from support.jobs import CLASS, column, given, results, show
 from support.processes import Child, wait_for
-from support.workers import becomes, publishing, running
-
-PATH = {"PYTHONPATH": "tests:compose"}
+from support.workers import CHILD_PATH, becomes, publishing, running
 
 SUICIDAL = """
 import os, signal, sys
@@ -36,9 +34,9 @@ def test_a_job_that_kills_its_worker_is_claimed_three_times_then_poison(database
         given(conn, "deadly", lease=0.4, max_attempts=3)
         given(conn, "normal", lease=0.4, max_attempts=3)
         for _ in range(3):
-            with Child.script(SUICIDAL, folder=tmp_path, arguments=[database18.dsn], **PATH) as child:
+            with Child.script(SUICIDAL, folder=tmp_path, arguments=[database18.dsn], **CHILD_PATH) as child:
                 assert child.wait() == -signal.SIGKILL
-        with Child.script(SUICIDAL, folder=tmp_path, arguments=[database18.dsn], **PATH) as child:
+        with Child.script(SUICIDAL, folder=tmp_path, arguments=[database18.dsn], **CHILD_PATH) as child:
             becomes(conn, "poison", "deadly")
             becomes(conn, "done", "normal")
             assert child.terminate() == 0
@@ -86,7 +84,7 @@ def test_a_worker_paused_past_its_lease_finishes_but_cannot_publish_and_its_succ
     successor = publishing(Worker(owner="same-name"), by="successor")
     with database18.connect(autocommit=True) as conn:
         given(conn, lease=1.0)
-        with Child.script(PAUSED, folder=tmp_path, arguments=[database18.dsn, str(go)], **PATH) as child:
+        with Child.script(PAUSED, folder=tmp_path, arguments=[database18.dsn, str(go)], **CHILD_PATH) as child:
             child.says("computing")
             child.pause()
             expired = "SELECT lease_until < clock_timestamp() FROM fencepost.job"
@@ -134,7 +132,7 @@ def test_two_signals_in_a_row_still_give_the_claim_back_and_the_process_ends_in_
     with database18.connect(autocommit=True) as conn:
         for kind in ("sync", "async"):
             given(conn, kind)
-            with Child.script(SLEEPING, folder=tmp_path, arguments=[database18.dsn, kind], **PATH) as child:
+            with Child.script(SLEEPING, folder=tmp_path, arguments=[database18.dsn, kind], **CHILD_PATH) as child:
                 child.says("handling")
                 assert show(conn, kind) == "running"
                 os.kill(child.pid, signal.SIGTERM)

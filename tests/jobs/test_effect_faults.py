@@ -24,7 +24,7 @@ from support.jobs import CLASS, Conn, age_effect, column, effect, expire, given,
 from support.processes import Child, wait_for
 from support.provider import Client, Mode, Provider
 from support.proxy import Proxy
-from support.workers import QUICK, becomes, running
+from support.workers import CHILD_PATH, QUICK, becomes, running
 
 NO_BACKOFF = Backoff(0.0, 0.0)
 MODES: tuple[Mode, ...] = ("answer", "drop-after-accept", "refuse-before-read", "error500", "hang", "garbage")
@@ -251,6 +251,39 @@ def test_a_begin_whose_commit_was_lost_is_read_back_before_anything_is_dispatche
         assert provider.accepted == [key("op-1")] and effect(conn, "begins", key="summarise") == 1
 
 
+def test_a_begin_that_can_neither_be_confirmed_nor_denied_counts_as_begun(
+    database18: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = conninfo_to_dict(database18.dsn)
+    with (
+        Provider() as provider,
+        Proxy(int(str(info["port"])), str(info["host"])) as proxy,
+        database18.connect(autocommit=True) as conn,
+    ):
+        worker, client = Worker(), Client(provider.port)
+
+        @worker.job(CLASS, **QUICK)
+        def handler(ctx: Context, job: Job) -> None:
+            ctx.staged()
+            proxy.drop_replies()
+            threading.Thread(target=cut, daemon=True).start()
+            ctx.effect("summarise", client.call, {})
+
+        def cut() -> None:
+            wait_for(lambda: _count(database18, "effect") == 1, 10, "the begin to be committed")
+            wait_for(lambda: proxy.dropped_bytes > 0, 10, "its answer to be dropped")
+            proxy.heal()
+            proxy.cut(refuse_new=True)
+
+        given(conn)
+        through = make_conninfo(database18.dsn, host="127.0.0.1", port=proxy.port)
+        with running(worker, Database(through, database18.state), concurrency=1):
+            wait_for(lambda: "begin_unreadable" in caplog.text, 10, "the line")
+            proxy.heal()
+            becomes(conn, "blocked")
+        assert provider.accepted == [] and effect(conn, "state", key="summarise") == "unknown"
+
+
 def _count(database18: Database, table: str) -> int:
     with database18.connect(autocommit=True) as conn:
         query = psycopg.sql.SQL("SELECT count(*) FROM fencepost.{}").format(psycopg.sql.Identifier(table))
@@ -283,7 +316,7 @@ def test_a_worker_killed_right_after_the_acceptance_never_leads_to_a_second_one(
     with Provider("hang") as provider, database18.connect(autocommit=True) as conn:
         given(conn)
         arguments = [database18.dsn, str(provider.port)]
-        with Child.script(KILLED, folder=tmp_path, arguments=arguments, PYTHONPATH="tests:compose") as child:
+        with Child.script(KILLED, folder=tmp_path, arguments=arguments, **CHILD_PATH) as child:
             wait_for(lambda: provider.accepted == [key("op-1")], 20, "the acceptance")
             child.kill()
         assert effect(conn, "state", key="summarise") == "pending" and show(conn) == "running"

@@ -10,7 +10,9 @@ import psycopg
 import psycopg.sql
 import pytest
 
-from fencepost.jobs.cancel import cancel
+from fencepost.jobs import effects
+from fencepost.jobs.cancel import cancel, requeue
+from fencepost.jobs.claim import claim
 from fencepost.jobs.fail import fail, release
 from fencepost.jobs.fence import Fence, complete, fence
 from fencepost.jobs.publish import publish
@@ -126,6 +128,17 @@ def test_a_disarmed_database_refuses_everything(database: Database) -> None:
             with pytest.raises(NotArmed):
                 act(conn, current)
             assert show(conn, current.operation) == "running" and results(conn, current.operation) == []
+        f = claims[0][1]
+        others: list[Callable[[], object]] = [
+            lambda: claim(conn, "worker", [f.job_class], 1),
+            lambda: cancel(conn, f.tenant, f.operation, f.job_class, actor="ann", reason="why"),
+            lambda: requeue(conn, f.tenant, f.operation, f.job_class, actor="ann", reason="why"),
+            lambda: effects.record(conn, f, "e1", uuid4(), "success", receipt="r-1"),
+        ]
+        for other in others:
+            with pytest.raises(NotArmed):
+                other()
+        assert stage(conn, f, "needs no authority")
 
 
 def test_a_tenant_whose_epoch_advanced_refuses_the_old_fence(database: Database) -> None:

@@ -19,8 +19,7 @@ other = object()
 
 @worker.job("report.make", lease=10)
 def make(ctx, job):
-    with open("made", "a") as file:
-        file.write(job.operation)
+    print("making", job.operation, flush=True)
 """
 CONSUMER = """
 class Runner:
@@ -50,6 +49,7 @@ def test_worker_runs_its_jobs_and_drains_on_sigterm(database: Database, tmp_path
             return row is not None and row[0] == 1
 
         wait_for(done, 20, "the job to be done")
+        assert worker.text.count("making op") == 1
         assert worker.terminate() == 0
 
 
@@ -110,3 +110,24 @@ def test_without_the_extra_one_line_says_what_to_install(library: str) -> None:
 
     assert done.returncode == 2
     assert done.stderr == f"fencepost: the command line needs {library}; pip install 'fencepost[cli]'\n"
+
+
+def test_every_command_on_an_empty_database_says_what_to_run(
+    empty_database: Database, fencepost: Fencepost, tmp_path: Path
+) -> None:
+    (tmp_path / "early_worker.py").write_text(WORKER)
+    which = ("--tenant", "t", "--operation", "o")
+    destinations = '[{"name": "d", "kind": "kafka", "address": "127.0.0.1:1", "routes": [{"match": "*", "to": "t"}]}]'
+    for arguments in (
+        ("status",),
+        ("effects", "list"),
+        ("effects", "show", *which, "--effect", "e"),
+        ("jobs", "list"),
+        ("jobs", "cancel", *which, "--class", "c", "--reason", "r"),
+        ("relay", "run", "--once"),
+        ("relay", "run"),
+        ("worker", "run", "early_worker:worker"),
+    ):
+        done = fencepost(empty_database, *arguments, FENCEPOST_DESTINATIONS=destinations)
+        assert done.code == 1, arguments
+        assert "run `fencepost migrate`" in done.err.splitlines()[-1], arguments

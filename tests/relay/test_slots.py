@@ -351,3 +351,62 @@ def test_a_single_run_sees_what_was_committed_a_moment_after_the_last_tick(datab
     accepted(database18, "b")
     loop(database18, destination(broker), pace=patient).run(once=True)
     assert sorted(broker.operations()) == ["a", "b"]
+
+
+def test_a_single_run_waits_for_the_slots_of_a_dead_relay(database18: Database) -> None:
+    broker = MemoryBroker()
+    registered(database18)
+    accepted(database18, "a")
+    with database18.connect(autocommit=True) as conn:
+        owner_of(database18, seconds=1).refresh(conn)
+    loop(database18, destination(broker), pace=replace(BRISK, lease=2.0)).run(once=True)
+    assert broker.operations() == ["a"]
+
+
+def test_a_single_run_beside_a_live_relay_ends_and_leaves_that_one_its_slots(database18: Database) -> None:
+    broker, other = MemoryBroker(), MemoryBroker()
+    with relaying(database18, destination(other)), database18.connect(autocommit=True) as conn:
+        until(conn, "SELECT count(*) = 16 FROM fencepost.slot WHERE owner IS NOT NULL")
+        accepted(database18, *[f"e{n}" for n in range(20)])
+        loop(database18, destination(broker), pace=replace(BRISK, lease=1.0, confirm=0.5)).run(once=True)
+        arrived(lambda: broker.operations() + other.operations(), 20)
+    assert sorted(broker.operations() + other.operations()) == sorted(f"e{n}" for n in range(20))
+
+
+BLOCKS: LiteralString = "SELECT blks_hit + blks_read FROM pg_stat_database WHERE datname = current_database()"
+UPDATED: LiteralString = """
+SELECT sum(n_tup_upd + n_tup_del)::bigint FROM pg_stat_user_tables
+WHERE schemaname = 'fencepost' AND relname IN ('slot', 'tick', 'destination', 'ack_0', 'ack_1', 'installation')"""
+
+
+def test_acks_under_a_pinned_snapshot_update_no_row_and_touch_no_more_pages_than_before(database: Database) -> None:
+    registered(database)
+    accepted(database, "a", "b", key="k")
+    with (
+        database.connect(autocommit=True) as conn,
+        database.connect() as pin,
+        database.connect(autocommit=True) as look,
+    ):
+        lease = owner_of(database)
+        lease.refresh(conn)
+        (part,) = (part for part in parts_of(conn, lease, rows=1) if part.rows)
+        pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        value(pin, "SELECT count(*) FROM fencepost.outbox")
+
+        def counted(query: LiteralString) -> int:
+            conn.execute("SELECT pg_stat_force_next_flush()")
+            conn.execute("SELECT 1")
+            return value(look, query)  # type: ignore[no-any-return]
+
+        def acked(times: int) -> float:
+            before = counted(BLOCKS)
+            for _ in range(times):
+                ack(conn, lease, [part])
+            return (counted(BLOCKS) - before) / times
+
+        acked(50)
+        rows, first = counted(UPDATED), acked(100)
+        acked(1500)
+        last = acked(100)
+        assert last <= first + 4, (first, last)
+        assert counted(UPDATED) == rows

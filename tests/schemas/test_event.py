@@ -21,6 +21,8 @@ from fencepost.schemas.content import binding
 from fencepost.schemas.errors import ConfigError, InvalidInput, Undecodable
 from fencepost.schemas.event import Event, Private, registry
 
+ARRIVAL_ID = UUID(int=7)
+
 
 class Colour(Enum):
     RED = "red"
@@ -68,7 +70,7 @@ class Arrived:
     tenant: str = "t"
     operation: str = "o"
     ordering_key: str = "k"
-    id: UUID = UUID(int=7)
+    id: UUID = ARRIVAL_ID
 
 
 def arrived(event: Event, payload: bytes | None = None) -> Arrived:

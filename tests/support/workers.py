@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fencepost.jobs.claim import Job
@@ -13,6 +15,10 @@ from fencepost.jobs.worker import Worker
 from support.database import Database
 from support.jobs import CLASS, Conn, column, save, show
 from support.processes import wait_for
+
+ROOT = Path(__file__).parents[2]
+CHILD_PATH = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tests", "compose"))}
+"""For child scripts that import `support`."""
 
 QUICK: dict[str, Any] = {"lease": 5.0, "max_effect_timeout": 5.0, "network_bound": 0.0}
 

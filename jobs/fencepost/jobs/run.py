@@ -216,7 +216,7 @@ class Run:
             await loop.shutdown_asyncgens()
             loop.stop()
 
-        _call_soon(loop, lambda: setattr(loop, "_fencepost_last", loop.create_task(last())))
+        asyncio.run_coroutine_threadsafe(last(), loop)
         thread.join(LOOP_SECONDS)
         if not thread.is_alive():
             loop.close()

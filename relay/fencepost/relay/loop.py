@@ -19,7 +19,7 @@ from fencepost.relay.delivery import Delivery, Settled
 from fencepost.relay.destination import Destination, NoRoute
 from fencepost.relay.pages import PageReader, Part, Progress, newest_tick
 from fencepost.relay.publisher import Outgoing, ParkReason
-from fencepost.relay.slots import SlotLease
+from fencepost.relay.slots import SlotLease, slot_count
 from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import ConfigError, FencepostError, NotArmed, StaleSlot, Unreachable, WitnessMismatch
 
@@ -96,7 +96,8 @@ class DestinationLoop:
         """Runs until stopped, or with `once` until everything committed before the call is published or parked.
 
         Reconnects to the database by itself with a capped backoff. With `once` an unreachable database or broker, and a
-        broker that confirms nothing for three confirm timeouts, raises.
+        broker that confirms nothing for three confirm timeouts, raises; what another live relay has leased is left to
+        that one, and one lease is waited to tell it from a dead one.
         """
         self._patience = 3 * self._pace.confirm if once else None
         attempt = 0
@@ -128,6 +129,8 @@ class DestinationLoop:
         self._refresh_at = 0.0
         # A single run has an end even while others go on committing.
         self._until = newest_tick(conn, 0) if once else None
+        slots = slot_count(conn) if once else 0
+        others_until = time.monotonic() + self._pace.lease + self._pace.refresh
         while not self._stop.is_set():
             try:
                 self._lease.release(conn, self._refresh(conn))
@@ -144,7 +147,10 @@ class DestinationLoop:
                 pause = self._pace.poll_min
                 continue
             if once:
-                return
+                # Slots that are still not ours after a whole lease belong to a relay that lives and publishes them.
+                if len(self._lease.held) == slots or time.monotonic() > others_until:
+                    return
+                self._refresh_at = 0.0
             self._stop.wait(pause)
             pause = min(self._pace.poll_max, pause * 1.5)
 

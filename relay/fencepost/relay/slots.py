@@ -16,6 +16,8 @@ SELECT slot, generation, era, acked_tick, end_tick, position, surplus
 FROM fencepost.lease_slots(%(destination)s, %(owner)s, make_interval(secs => %(seconds)s))"""
 RELEASE: LiteralString = "SELECT fencepost.release_slots(%(destination)s, %(owner)s, %(slots)s)"
 
+COUNT: LiteralString = "SELECT slots FROM fencepost.installation"
+
 
 @dataclass(slots=True)
 class Held:
@@ -88,3 +90,11 @@ class SlotLease:
         """Trusts nothing any more, as after a lost connection."""
         self.held = {}
         self._until = 0.0
+
+
+def slot_count(conn: Connection[Any]) -> int:
+    """How many slots each destination has; it never changes within an installation."""
+    row = conn.execute(COUNT).fetchone()
+    assert row is not None
+    count: int = row[0]
+    return count
