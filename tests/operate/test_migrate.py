@@ -101,6 +101,16 @@ def test_wrong_arguments_are_refused_before_anything_is_written(empty_database: 
     assert number(empty_database, "SELECT slots FROM fencepost.installation") == 4
 
 
+def test_options_in_the_wrong_place_are_refused_and_not_ignored(empty_database: Database, fencepost: Fencepost) -> None:
+    done = fencepost(empty_database, "migrate", "--slots", "4", "apply")
+    assert done.code == 2
+    assert "give the options behind `apply`" in done.err
+    assert number(empty_database, RELATIONS) == 0
+
+    assert fencepost(empty_database, "migrate", "apply", "--slots", "4").code == 0
+    assert number(empty_database, "SELECT slots FROM fencepost.installation") == 4
+
+
 def test_unreachable_database_is_told_with_its_address_and_without_its_password(fencepost: Fencepost) -> None:
     done = fencepost(None, "migrate", FENCEPOST_DATABASE="postgresql://app:hunter2@127.0.0.1:1/app")
 

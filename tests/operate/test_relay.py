@@ -114,6 +114,25 @@ def test_unsafe_destination_is_refused_before_anything_connects(
     assert field in done.line
 
 
+def test_times_that_do_not_fit_together_are_refused(database18: Database, kafka: Kafka, fencepost: Fencepost) -> None:
+    destinations = table("kafka", kafka.bootstrap, kafka.topic())
+    assert fencepost(database18, "relay", "run", "--once", FENCEPOST_DESTINATIONS=destinations).code == 0
+
+    done = fencepost(
+        database18, "relay", "run", "--once", FENCEPOST_DESTINATIONS=destinations, FENCEPOST_RELAY_LEASE="5"
+    )
+
+    assert done.code == 2
+    assert "[relay.lease]" in done.line
+
+
+def test_relay_without_a_destination_is_refused(database18: Database, fencepost: Fencepost) -> None:
+    done = fencepost(database18, "relay", "run")
+
+    assert done.code == 2
+    assert "[destinations]" in done.line
+
+
 def test_changed_routes_are_refused_until_they_are_accepted(
     database18: Database, kafka: Kafka, fencepost: Fencepost
 ) -> None:

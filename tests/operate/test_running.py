@@ -53,6 +53,26 @@ def test_worker_runs_its_jobs_and_drains_on_sigterm(database: Database, tmp_path
         assert worker.terminate() == 0
 
 
+def test_worker_gives_up_on_a_silent_database_with_its_address(
+    database18: Database, fencepost: Fencepost, tmp_path: Path
+) -> None:
+    (tmp_path / "lonely_worker.py").write_text(WORKER)
+
+    done = fencepost(
+        None,
+        "worker",
+        "run",
+        "lonely_worker:worker",
+        "--patience",
+        "0.5",
+        FENCEPOST_DATABASE="postgresql://app:hunter2@127.0.0.1:1/app",
+        FENCEPOST_STATE=str(database18.state),
+    )
+
+    assert done.code == 3
+    assert "127.0.0.1:1/app" in done.err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", ["consumer", "make"])
 def test_consumer_runs_a_runner_or_what_makes_one(database18: Database, tmp_path: Path, name: str) -> None:
     (tmp_path / "some_consumer.py").write_text(CONSUMER)

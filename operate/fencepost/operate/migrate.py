@@ -30,6 +30,8 @@ def bare(ctx: typer.Context, single_role: SingleRole = None, install: Install = 
     """Without a further word: apply."""
     if ctx.invoked_subcommand is None:
         _apply(single_role, install, slots)
+    elif (single_role, install, slots) != (None, "main", 16):
+        raise typer.BadParameter(f"give the options behind `{ctx.invoked_subcommand}`, here they would be ignored")
 
 
 @app.command("apply")

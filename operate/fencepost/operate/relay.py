@@ -95,15 +95,18 @@ def _tell(state: RetryCallState) -> None:
 
 def _pace(chosen: Settings) -> Pace:
     r = chosen.relay
-    return Pace(
-        lease=r.lease,
-        refresh=r.refresh,
-        confirm=r.confirm,
-        poll_min=r.poll_min,
-        poll_max=r.poll_max,
-        drain=r.drain,
-        batch=r.batch,
-    )
+    try:
+        return Pace(
+            lease=r.lease,
+            refresh=r.refresh,
+            confirm=r.confirm,
+            poll_min=r.poll_min,
+            poll_max=r.poll_max,
+            drain=r.drain,
+            batch=r.batch,
+        )
+    except ConfigError as error:
+        raise ConfigError(error.message, field=f"relay.{error.field}", hint=error.hint) from None
 
 
 def _maker(d: DestinationSettings, pace: Pace, accept_routes: bool) -> Callable[[], Destination]:
