@@ -29,7 +29,7 @@ def whole(reader: PageReader, slot: int, acked: int, end: int) -> list[Part]:
     at = Progress(acked, end, 0)
     parts: list[Part] = []
     while True:
-        (part,) = reader.read({slot: at})
+        (part,) = reader.read({slot: (1, at)})
         parts.append(part)
         if part.last:
             return parts
@@ -82,13 +82,13 @@ def test_a_part_stays_within_its_share_of_memory_but_for_one_event(database: Dat
         conn.execute(FILL)
         newest_tick(conn, 0)
         reader = PageReader(conn, 1, rows_per_slot=500, bytes_in_all=16 * 1000)
-        parts = reader.read({slot: Progress(0, 1, 0) for slot in range(16)})
+        parts = reader.read({slot: (1, Progress(0, 1, 0)) for slot in range(16)})
         assert {part.slot for part in parts} == set(range(16))
         assert all(len(part.rows) == 5 and not part.last for part in parts)
         # Slots that stand at different ticks do not multiply the limit.
         accepted(database, "b")
         newest_tick(conn, 0)
-        parts = reader.read({slot: Progress(0, 1 + slot % 2, 0) for slot in range(16)})
+        parts = reader.read({slot: (1, Progress(0, 1 + slot % 2, 0)) for slot in range(16)})
         assert sum(len(row.payload) for part in parts for row in part.rows) <= 16 * (1000 + 200)
 
 
@@ -111,7 +111,7 @@ def test_plan_settings_end_with_the_statement(database: Database) -> None:
     with database.connect(autocommit=True) as conn:
         accepted(database, "a")
         newest_tick(conn, 0)
-        PageReader(conn, 1).read({0: Progress(0, 1, 0)})
+        PageReader(conn, 1).read({0: (1, Progress(0, 1, 0))})
         assert value(conn, "SHOW enable_sort") == "on"
         assert conn.info.transaction_status is TransactionStatus.IDLE
 

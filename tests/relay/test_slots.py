@@ -61,7 +61,11 @@ def parts_of(conn: psycopg.Connection[Any], lease: SlotLease, *, rows: int = 500
         if held.progress.between_pages:
             held.progress.end = newest
     reader = PageReader(conn, lease.era, rows_per_slot=rows)
-    return reader.read({s: h.progress for s, h in lease.held.items() if h.progress.acked != h.progress.end})
+    return reader.read({
+            s: (h.generation, h.progress.copy())
+            for s, h in lease.held.items()
+            if h.progress.acked != h.progress.end
+        })
 
 
 def ack(conn: psycopg.Connection[Any], lease: SlotLease, parts: list[Part]) -> list[str]:

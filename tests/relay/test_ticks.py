@@ -35,7 +35,7 @@ def slow_tick(database: Database, between: Callable[[], None]) -> None:
 
 def on_page(conn: psycopg.Connection[Any], start: int, end: int) -> list[str]:
     """The operations of all slots between two ticks, late ones only where there are any."""
-    parts = PageReader(conn, 1).read({slot: Progress(start, end, 0) for slot in range(16)})
+    parts = PageReader(conn, 1).read({slot: (1, Progress(start, end, 0)) for slot in range(16)})
     return [row.operation for part in parts for row in part.rows]
 
 

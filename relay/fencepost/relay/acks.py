@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, LiteralString
 
 from psycopg import Connection
@@ -35,31 +36,35 @@ def record(
 ) -> Recorded:
     """Appends the progress of every slot that moved and parks what was refused, in one commit, or raises `StaleSlot`.
 
-    A slot's progress ends before its first event without an answer. A page without rows of a slot is noted in memory
-    only: whoever owns the slot next finds the same nothing in it.
+    `parts` come in the order in which they were read; those of a slot that was lost meanwhile are left out. A slot's
+    progress ends before its first event without an answer. A page without rows of a slot is noted in memory only:
+    whoever owns the slot next finds the same nothing in it.
     """
-    first_open: dict[int, int] = {}
-    for item in settled.unresolved:
-        first_open.setdefault(item.row.slot, item.row.seq)
+    open_seqs = {item.row.seq for item in settled.unresolved}
     moved: dict[int, Progress] = {}
     noted: dict[int, Progress] = {}
+    cut: set[int] = set()
+    covered: set[int] = set()
     for part in parts:
-        held = lease.held[part.slot]
-        after = _after(part, held.progress, first_open.get(part.slot))
+        held = lease.held.get(part.slot)
+        if held is None or held.generation != part.generation or part.slot in cut:
+            continue
+        done = part.rows if not open_seqs else tuple(takewhile(lambda row: row.seq not in open_seqs, part.rows))
+        if len(done) < len(part.rows):
+            cut.add(part.slot)
+            after = Progress(part.before.acked, part.before.end, done[-1].seq) if done else None
+        else:
+            after = part.after
         if after is None:
             continue
-        if (
-            not part.rows
-            and part.last
-            and held.progress.between_pages
-            and after.acked - held.recorded < TICKS_UNRECORDED
-        ):
+        covered.update(row.seq for row in done)
+        nothing = not part.rows and part.last and part.before.between_pages and part.slot not in moved
+        if nothing and after.acked - held.recorded < TICKS_UNRECORDED:
             noted[part.slot] = after
         else:
             moved[part.slot] = after
-    parked = [
-        p for p in settled.parked if p.row.slot in moved and p.row.seq < first_open.get(p.row.slot, p.row.seq + 1)
-    ]
+            noted.pop(part.slot, None)
+    parked = [p for p in settled.parked if p.row.seq in covered]
     if moved:
         conn.execute(
             ACK,
@@ -85,16 +90,6 @@ def record(
     for slot, after in moved.items():
         lease.held[slot].progress = after
         lease.held[slot].recorded = after.acked
-    for p in parked:
+    for p in parked if lease.holds_keys else ():
         lease.held[p.row.slot].keys.add((p.row.tenant, p.row.ordering_key))
     return Recorded(len(moved), sum(1 for p in moved.values() if p.between_pages), len(parked))
-
-
-def _after(part: Part, progress: Progress, first_open: int | None) -> Progress | None:
-    """Progress of a slot after this part, up to its first event without an answer; None where nothing moved."""
-    if first_open is not None:
-        done = [r.seq for r in part.rows if r.seq < first_open]
-        return Progress(progress.acked, progress.end, done[-1]) if done else None
-    if part.last:
-        return Progress(progress.end, progress.end, 0)
-    return Progress(progress.acked, progress.end, part.rows[-1].seq)

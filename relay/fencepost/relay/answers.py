@@ -20,6 +20,18 @@ def key_of(event: Outgoing) -> Key:
     return event.row.tenant, event.row.ordering_key
 
 
+class Told(Future[list[Outcome]]):
+    """Knows whether somebody has looked at the answers."""
+
+    told = False
+
+    def result(self, timeout: float | None = None) -> list[Outcome]:
+        """The answers; from now on the caller knows them."""
+        found = super().result(timeout)
+        self.told = True
+        return found
+
+
 Seal = Callable[["Answers", list[Outcome]], None]
 """Called once with the complete list, just before the caller gets it; may replace outcomes in place."""
 
@@ -37,7 +49,7 @@ class Answers:
         self._seal = seal
         self.batch = batch
         self.deadline = deadline
-        self.future: Future[list[Outcome]] = Future()
+        self.future = Told()
         self.future.set_running_or_notify_cancel()
         self._outcomes: list[Outcome | None] = [None] * len(batch)
         self._open = len(batch)
@@ -48,8 +60,13 @@ class Answers:
 
     @property
     def done(self) -> bool:
-        """Whether the caller has its list."""
+        """Whether every event has its answer."""
         return self.future.done()
+
+    @property
+    def told(self) -> bool:
+        """Whether the caller has looked at the answers."""
+        return self.future.told
 
     def answer(self, index: int, outcome: Outcome) -> bool:
         """Records the answer of one event; False when it had one, or when the caller has its list already."""
@@ -85,8 +102,8 @@ class Answers:
 class StoppedKeys:
     """Keys with an event that got no confirm, until the caller has been told.
 
-    Invariant: between the failure of an event and the moment the caller gets the list with it, no later event of its
-    key is handed over; afterwards the caller knows, and decides.
+    Invariant: between the failure of an event and the moment the caller looks at the list with it, no later event of
+    its key is handed over, however many batches are ahead; afterwards the caller knows, and decides.
     """
 
     def __init__(self) -> None:
@@ -106,7 +123,7 @@ class StoppedKeys:
             by = self._stopped.get(key)
             if by is None:
                 return False
-            if by.done:
+            if by.told:
                 del self._stopped[key]
                 return False
             return True
@@ -115,4 +132,4 @@ class StoppedKeys:
         """Forgets what callers have been told."""
         with self._lock:
             if self._stopped:
-                self._stopped = {key: answers for key, answers in self._stopped.items() if not answers.done}
+                self._stopped = {key: answers for key, answers in self._stopped.items() if not answers.told}

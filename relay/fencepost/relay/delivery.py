@@ -6,12 +6,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from fencepost.relay.parking import Parking
-from fencepost.relay.publisher import Answer, Outcome, Outgoing, ParkReason, Publisher
+from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Publisher
 
 BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_CAP_SECONDS = 2.0
@@ -52,39 +53,61 @@ class Delivery:
         self._drain_seconds = drain_seconds
         self._on_trouble = on_trouble
 
-    def deliver(self, batch: Sequence[Outgoing], *, patience: float | None = None) -> Settled:
+    def send(self, batch: Sequence[Outgoing]) -> Future[list[Outcome]]:
+        """Hands a batch to the broker; its answers are there after `confirm_seconds` at the latest."""
+        if not batch:
+            return _nothing()
+        return self._publisher.send(batch, time.monotonic() + self._confirm_seconds)
+
+    def answered(self, answers: Future[list[Outcome]], count: int) -> list[Outcome]:
+        """Waits for the answers of a batch of `count` events; silence is unknown."""
+        try:
+            return answers.result(self._confirm_seconds + 1)
+        except FutureTimeout:
+            return [Outcome(Answer.UNKNOWN, detail="no answer within the deadline")] * count
+
+    @staticmethod
+    def all_confirmed(outcomes: Sequence[Outcome]) -> bool:
+        """True when there is nothing left to settle."""
+        return all(o is CONFIRMED or o.answer is Answer.CONFIRMED for o in outcomes)
+
+    def deliver(
+        self, batch: Sequence[Outgoing], first: Sequence[Outcome] | None = None, *, patience: float | None = None
+    ) -> Settled:
         """Settles every event of the batch (confirmed or set aside), or says which ones it could not.
 
-        Renews the lease between sends and drops the events of a slot that was lost: they are its new owner's. Gives up
-        when the lease is about to end, when asked to stop and the drain time is over, or after `patience` seconds.
-        Events without an answer are sent again with the same bytes.
+        `first` are the answers of a send that was made before. Renews the lease between sends and drops the events of a
+        slot that was lost: they are its new owner's. Gives up when the lease is about to end, when asked to stop and the
+        drain time is over, or after `patience` seconds. Events without an answer are sent again with the same bytes.
         """
         settled = Settled()
+        if first is not None and self.all_confirmed(first):
+            settled.confirmed = {item.row.seq for item in batch}
+            return settled
         # Invariant: a key in `blocked` has an event set aside in this batch; the index is that of the earliest.
         blocked: dict[tuple[str, str], int] = {}
         pending = list(batch)
         attempt = 0
         stop_at = None if patience is None else time.monotonic() + patience
         while pending:
-            if self._stop.is_set() and stop_at is None:
-                stop_at = time.monotonic() + self._drain_seconds
-            if stop_at is not None and time.monotonic() >= stop_at:
-                break
-            slots = self._keep()
-            pending = [item for item in pending if item.row.slot in slots]
-            wait = self._confirm_seconds
-            if not pending or self._seconds_left() < wait:
-                break
-            if stop_at is not None:
-                wait = min(wait, max(0.05, stop_at - time.monotonic()))
-            outcomes = self._send(pending, wait)
+            if first is None:
+                if self._stop.is_set() and stop_at is None:
+                    stop_at = time.monotonic() + self._drain_seconds
+                if stop_at is not None and time.monotonic() >= stop_at:
+                    break
+                slots = self._keep()
+                pending = [item for item in pending if item.row.slot in slots]
+                if not pending or self._seconds_left() < self._confirm_seconds:
+                    break
+                first = self.answered(self.send(pending), len(pending))
             again: list[Outgoing] = []
             trouble = ""
-            for item, outcome in zip(pending, outcomes, strict=True):
+            for item, outcome in zip(pending, first, strict=True):
                 if self._take(item, outcome, settled, blocked):
                     continue
                 again.append(item)
                 trouble = trouble or f"{outcome.answer.value}: {outcome.detail}"
+            first = None
             pending = again
             if pending:
                 settled.resent += len(pending)
@@ -94,13 +117,6 @@ class Delivery:
                 self._stop.wait(pause * (0.5 + random.random() / 2))
         settled.unresolved = pending
         return settled
-
-    def _send(self, pending: list[Outgoing], seconds: float) -> list[Outcome]:
-        deadline = time.monotonic() + seconds
-        try:
-            return self._publisher.send(pending, deadline).result(seconds + 1)
-        except FutureTimeout:
-            return [Outcome(Answer.UNKNOWN, detail="no answer within the deadline")] * len(pending)
 
     def _take(self, item: Outgoing, outcome: Outcome, settled: Settled, blocked: dict[tuple[str, str], int]) -> bool:
         """True when the event is settled; keeps the events of a refused key in order behind it."""
@@ -132,3 +148,10 @@ class Delivery:
                 return False
             case _ as never:
                 assert_never(never)
+
+
+def _nothing() -> Future[list[Outcome]]:
+    """The answers of a batch without events."""
+    done: Future[list[Outcome]] = Future()
+    done.set_result([])
+    return done

@@ -39,6 +39,7 @@ class Destination:
     `make` is called with the installation's source when the loop first connects.
     """
 
+    holds_keys = True
     routes_everything = False
 
     def __init__(
@@ -110,6 +111,7 @@ class NoRoute:
 
     name = "-"
     kind = "none"
+    holds_keys = False
 
     def __init__(self) -> None:
         self.routes: tuple[Route, ...] = ()

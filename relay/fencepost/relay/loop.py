@@ -1,4 +1,8 @@
-"""The loop of one destination: lease slots, read pages, publish, record the acks; in that order, and no other."""
+"""The loop of one destination: lease slots, read pages, publish, record the acks; in that order, and no other.
+
+Parts of pages are read ahead on a connection of their own while earlier ones wait for their confirms; they are settled
+and recorded in the order in which they were read.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ import logging
 import random
 import threading
 import time
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID, uuid4
@@ -17,21 +24,24 @@ from psycopg import Connection
 from fencepost.relay import acks, parking
 from fencepost.relay.delivery import Delivery, Settled
 from fencepost.relay.destination import Destination, NoRoute
-from fencepost.relay.pages import PageReader, Part, Progress, newest_tick
-from fencepost.relay.publisher import Outgoing, ParkReason
+from fencepost.relay.pages import PageReader, Part, newest_tick
+from fencepost.relay.publisher import Outcome, Outgoing, ParkReason
 from fencepost.relay.slots import SlotLease, slot_count
 from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import ConfigError, FencepostError, NotArmed, StaleSlot, Unreachable, WitnessMismatch
 
 log = logging.getLogger("fencepost.relay")
 
+RETRY_LOOK_SECONDS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Times of a relay, in seconds.
+    """Times of a relay, in seconds, and its limits.
 
     `lease` bounds how long a dead relay holds its slots; `confirm` how long one send may wait for the broker; `poll_min`
-    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop.
+    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop. `batch` events are
+    read at once, `ahead` batches may wait for their confirms.
     """
 
     lease: float = 30.0
@@ -41,6 +51,7 @@ class Pace:
     poll_max: float = 0.5
     drain: float = 10.0
     batch: int = 2000
+    ahead: int = 4
     retry: parking.RetryPolicy = field(default_factory=parking.RetryPolicy)
 
     def __post_init__(self) -> None:
@@ -65,6 +76,16 @@ class Counters:
     trouble: str = ""
 
 
+@dataclass(slots=True)
+class _Flight:
+    """Parts whose events were handed to the broker together; `aside` is what was set aside without asking it."""
+
+    parts: list[Part]
+    batch: list[Outgoing]
+    aside: list[parking.Parking]
+    answers: Future[list[Outcome]]
+
+
 class DestinationLoop:
     """Publishes the slots it leases; a crash at any point loses nothing and repeats at most what was not acked."""
 
@@ -75,13 +96,17 @@ class DestinationLoop:
         self._dsn = dsn
         self._pace = pace
         self._stop = stop
-        self._lease = SlotLease(destination.name, self.owner, seconds=pace.lease)
+        self._lease = SlotLease(destination.name, self.owner, seconds=pace.lease, holds_keys=destination.holds_keys)
         self._refresh_at = 0.0
+        self._leaving: set[int] = set()
         self._reader: PageReader | None = None
+        self._flights: deque[_Flight] = deque()
+        self._reading: Future[list[Part]] | None = None
         self._said = ""
         self._patience: float | None = None
-        self._conn: Connection[Any] | None = None
         self._until: tuple[int, int] | None = None
+        self._retry_at = 0.0
+        self._conn: Connection[Any] | None = None
         self._delivery = Delivery(
             destination.publisher,
             confirm_seconds=pace.confirm,
@@ -103,28 +128,41 @@ class DestinationLoop:
         attempt = 0
         while not self._stop.is_set():
             try:
-                with connect(self._dsn, autocommit=True) as conn:
-                    self._conn = conn
-                    self._reader = None
+                with self._connected() as (conn, worker, reading):
                     self.destination.open(conn, time.monotonic() + self._pace.confirm)
                     attempt = 0
-                    try:
-                        self._serve(conn, once)
-                    finally:
-                        # Also after an error of the broker: nobody should wait for a lease that is not used.
-                        with contextlib.suppress(psycopg.Error, FencepostError):
-                            self._lease.release(conn, list(self._lease.held))
+                    self._serve(conn, worker, reading, once)
                     return
             except (psycopg.OperationalError, psycopg.InterfaceError, Unreachable, NotArmed, WitnessMismatch) as error:
                 if once:
                     raise
                 self._trouble(str(error) if isinstance(error, FencepostError) else type(error).__name__)
-                self._lease.forget()
                 pause = min(self._pace.poll_max * 4, 0.05 * 2 ** min(attempt, 10))
                 attempt += 1
                 self._stop.wait(pause * (0.5 + random.random() / 2))
 
-    def _serve(self, conn: Connection[Any], once: bool) -> None:
+    @contextlib.contextmanager
+    def _connected(self) -> Generator[tuple[Connection[Any], ThreadPoolExecutor, Connection[Any]]]:
+        """A connection for leases and acks, one for reading ahead, and the thread that reads."""
+        with (
+            connect(self._dsn, autocommit=True) as conn,
+            connect(self._dsn, autocommit=True) as reading,
+            ThreadPoolExecutor(1, thread_name_prefix=f"relay-{self.destination.name}-read") as worker,
+        ):
+            self._conn = conn
+            self._reader = None
+            try:
+                yield conn, worker, reading
+            finally:
+                self._abandon()
+                self._reading = None
+                self._leaving = set()
+                # Also after an error of the broker: nobody should wait for a lease that is not used.
+                with contextlib.suppress(psycopg.Error, FencepostError):
+                    self._lease.release(conn, list(self._lease.held))
+                self._lease.forget()
+
+    def _serve(self, conn: Connection[Any], worker: ThreadPoolExecutor, reading: Connection[Any], once: bool) -> None:
         pause = self._pace.poll_min
         self._refresh_at = 0.0
         # A single run has an end even while others go on committing.
@@ -133,110 +171,196 @@ class DestinationLoop:
         others_until = time.monotonic() + self._pace.lease + self._pace.refresh
         while not self._stop.is_set():
             try:
-                self._lease.release(conn, self._refresh(conn))
+                self._renew(conn, reading)
+                self._hand_over(conn)
                 busy = self._retry_parked(conn)
-                busy = self._step(conn) or busy
+                busy = self._send() or busy
+                busy = self._read_ahead(conn, worker) or busy
+                busy = self._settle(conn) or busy
             except StaleSlot as stale:
                 # Crash here: [S] published, but another relay owns the slot: it sends the page again, same bytes.
                 self.counters.lost_slots += 1
                 self._trouble(str(stale))
-                self._refresh_at = 0.0
+                self._start_over()
                 continue
             if busy:
                 self._said = ""
                 pause = self._pace.poll_min
-                continue
-            if once:
-                # Slots that are still not ours after a whole lease belong to a relay that lives and publishes them.
-                if len(self._lease.held) == slots or time.monotonic() > others_until:
-                    return
-                self._refresh_at = 0.0
-            self._stop.wait(pause)
-            pause = min(self._pace.poll_max, pause * 1.5)
+            elif self._flights or self._reading is not None:
+                self._await(pause)
+            else:
+                if once:
+                    # Slots that are still not ours after a whole lease belong to a relay that lives and publishes them.
+                    if len(self._lease.held) == slots or time.monotonic() > others_until:
+                        return
+                    self._refresh_at = 0.0
+                self._stop.wait(pause)
+                pause = min(self._pace.poll_max, pause * 1.5)
+        self._drain(conn)
 
-    def _refresh(self, conn: Connection[Any]) -> list[int]:
-        """Renews the lease when it is time; returns the slots that others should have, for when nothing is under way."""
+    # -- slots -------------------------------------------------------------------------------------------------------
+
+    def _renew(self, conn: Connection[Any], reading: Connection[Any] | None = None) -> None:
+        """Renews the lease when it is time, takes what is free, and notes which slots others should have."""
         now = time.monotonic()
-        if now < self._refresh_at:
-            return []
-        self._refresh_at = now + self._pace.refresh
-        era = self._lease.era
-        fresh, surplus = self._lease.refresh(conn)
-        if self._reader is None or era != self._lease.era:
-            per_slot = max(1, min(500, self._pace.batch // max(1, len(self._lease.held)) * 4))
-            self._reader = PageReader(conn, self._lease.era, rows_per_slot=per_slot)
-        self._load_keys(conn, fresh)
-        self.destination.reload(conn)
-        return surplus
+        if now >= self._refresh_at:
+            self._refresh_at = now + self._pace.refresh
+            era = self._lease.era
+            fresh, surplus = self._lease.refresh(conn)
+            self._leaving = set(surplus)
+            if reading is not None and (self._reader is None or era != self._lease.era):
+                self._reader = PageReader(reading, self._lease.era, rows_per_slot=self._rows_per_slot())
+            self._load_keys(conn, fresh)
+            self.destination.reload(conn)
+
+    def _hand_over(self, conn: Connection[Any]) -> None:
+        """Gives surplus slots to others once nothing of them is under way."""
+        if self._leaving and self._reading is None:
+            under_way = {part.slot for flight in self._flights for part in flight.parts}
+            free = self._leaving - under_way
+            self._lease.release(conn, sorted(free))
+            self._leaving -= free
+
+    def _rows_per_slot(self) -> int:
+        return max(1, min(500, self._pace.batch // max(1, len(self._lease.held)) * 4))
 
     def _keep(self) -> set[int]:
         """The slots still ours while a batch is under way; a slot that was lost and leased anew is not."""
         assert self._conn is not None
         under_way = {slot: held.generation for slot, held in self._lease.held.items()}
-        self._refresh(self._conn)
+        self._renew(self._conn)
         return {s for s, held in self._lease.held.items() if under_way.get(s) == held.generation}
 
     def _load_keys(self, conn: Connection[Any], slots: set[int]) -> None:
-        if slots:
+        if slots and self._lease.holds_keys:
             for slot, keys in parking.held_keys(conn, self.destination.name, sorted(slots)).items():
                 self._lease.held[slot].keys = keys
 
-    def _step(self, conn: Connection[Any]) -> bool:
-        """One part of a page for every slot of ours; True when there was something to do."""
-        if not self._lease.held:
+    def _start_over(self) -> None:
+        """Forgets what was read and sent but not recorded; the recorded progress tells where to go on."""
+        self._abandon()
+        if self._reading is not None:
+            wait([self._reading])
+            self._reading = None
+        for held in self._lease.held.values():
+            held.read = held.progress.copy()
+        self._refresh_at = 0.0
+
+    def _abandon(self) -> None:
+        """Nobody will look at these answers: their keys must not wait for that."""
+        for flight in self._flights:
+            flight.answers.add_done_callback(_looked_at)
+        self._flights.clear()
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    def _read_ahead(self, conn: Connection[Any], worker: ThreadPoolExecutor) -> bool:
+        """Starts to read the next parts; pages without rows to publish are settled at once."""
+        if self._reading is not None or len(self._flights) >= self._pace.ahead or not self._lease.held:
             return False
-        era, newest = self._until or newest_tick(conn, self._pace.poll_min)
+        held = {s: h for s, h in self._lease.held.items() if s not in self._leaving}
+        if self._until is not None:
+            era, newest = self._until
+        elif any(h.read.between_pages for h in held.values()):
+            era, newest = newest_tick(conn, self._pace.poll_min)
+        else:
+            era, newest = self._lease.era, 0
         if era != self._lease.era:
             self._refresh_at = 0.0
-            return True
-        open_pages: dict[int, Progress] = {}
-        for slot, held in self._lease.held.items():
-            if held.progress.between_pages:
-                held.progress.end = max(held.progress.acked, newest)
-            if held.progress.acked != held.progress.end:
-                open_pages[slot] = held.progress
-        if not open_pages:
+            return False
+        for h in held.values():
+            if h.read.between_pages:
+                h.read.end = max(h.read.acked, newest)
+        wanted = {s: (h.generation, h.read.copy()) for s, h in held.items() if h.read.acked != h.read.end}
+        if not wanted:
             return False
         if self.destination.routes_everything:
-            self._ack(conn, [Part(slot, (), last=True) for slot in open_pages], Settled())
+            parts = [Part.of(slot, generation, at, (), last=True) for slot, (generation, at) in wanted.items()]
+            for part in parts:
+                self._lease.held[part.slot].read = part.after.copy()
+            self._record(conn, parts, Settled())
             return True
         assert self._reader is not None
-        parts = self._reader.read(open_pages)
-        generations = {part.slot: self._lease.held[part.slot].generation for part in parts}
-        settled = self._publish(parts)
-        ours = [p for p in parts if self._lease.generation(p.slot) == generations[p.slot]]
-        self._ack(conn, ours, settled)
-        if settled.unresolved and self._patience is not None:
+        self._reading = worker.submit(self._reader.read, wanted)
+        return False
+
+    def _send(self) -> bool:
+        """Hands what was read to the broker."""
+        if self._reading is None or not self._reading.done():
+            return False
+        if self._lease.seconds_left() < self._pace.confirm:
+            return False
+        parts = [p for p in self._reading.result() if self._lease.generation(p.slot) == p.generation]
+        self._reading = None
+        batch: list[Outgoing] = []
+        aside: list[parking.Parking] = []
+        for part in parts:
+            held = self._lease.held[part.slot]
+            held.read = part.after.copy()
+            for row in part.rows:
+                route = self.destination.route(row.type)
+                if route is None:
+                    if self.destination.parks(row.type):
+                        aside.append(parking.Parking(row, ParkReason.NO_ROUTE))
+                elif held.keys and (row.tenant, row.ordering_key) in held.keys:
+                    aside.append(parking.Parking(row, ParkReason.BEHIND))
+                else:
+                    batch.append(Outgoing(row, route))
+        self._flights.append(_Flight(parts, batch, aside, self._delivery.send(batch)))
+        return True
+
+    def _settle(self, conn: Connection[Any]) -> bool:
+        """Records the oldest flights whose events all have an answer; anything but a confirm is settled in order first."""
+        done: list[_Flight] = []
+        while self._flights and self._flights[0].answers.done():
+            done.append(self._flights.popleft())
+        if not done:
+            return False
+        outcomes = [flight.answers.result() for flight in done]
+        if not all(Delivery.all_confirmed(found) for found in outcomes):
+            # Invariant: nothing new is sent before every event that was sent has its answer and its place in the order.
+            done += self._flights
+            outcomes += [self._delivery.answered(flight.answers, len(flight.batch)) for flight in self._flights]
+            self._flights.clear()
+        batch = [item for flight in done for item in flight.batch]
+        settled = self._delivery.deliver(batch, [o for found in outcomes for o in found], patience=self._patience)
+        settled.parked += [p for flight in done for p in flight.aside]
+        self._record(conn, [part for flight in done for part in flight.parts], settled)
+        if settled.unresolved:
+            self._unresolved()
+        return True
+
+    def _unresolved(self) -> None:
+        """What has no answer stays in the outbox: read again from the recorded progress."""
+        self._start_over()
+        if self._patience is not None:
             raise Unreachable(
                 f"the broker of destination {self.destination.name} confirmed only a part: {self.counters.trouble}",
                 field=f"destinations.{self.destination.name}",
                 hint="what was not confirmed stays in the outbox; run again when the broker is back",
             )
-        return True
 
-    def _publish(self, parts: list[Part]) -> Settled:
-        batch: list[Outgoing] = []
-        behind: list[parking.Parking] = []
-        unrouted: list[parking.Parking] = []
-        for part in parts:
-            keys = self._lease.held[part.slot].keys
-            for row in part.rows:
-                route = self.destination.route(row.type)
-                if route is None:
-                    if self.destination.parks(row.type):
-                        unrouted.append(parking.Parking(row, ParkReason.NO_ROUTE))
-                elif (row.tenant, row.ordering_key) in keys:
-                    behind.append(parking.Parking(row, ParkReason.BEHIND))
-                else:
-                    batch.append(Outgoing(row, route))
-        settled = self._deliver(batch) if batch else Settled()
-        settled.parked += behind + unrouted
-        return settled
+    def _await(self, seconds: float) -> None:
+        pending: list[Future[Any]] = [flight.answers for flight in list(self._flights)[:1]]
+        if self._reading is not None and not self._reading.done():
+            pending.append(self._reading)
+        if pending:
+            wait(pending, timeout=max(seconds, 0.05), return_when=FIRST_COMPLETED)
+        else:
+            self._stop.wait(seconds)
 
-    def _deliver(self, batch: list[Outgoing]) -> Settled:
-        return self._delivery.deliver(batch, patience=self._patience)
+    def _drain(self, conn: Connection[Any]) -> None:
+        """Told to stop: what was sent is waited for and recorded, what was only read is left."""
+        until = time.monotonic() + self._pace.drain
+        with contextlib.suppress(StaleSlot):
+            while self._flights:
+                self._await(max(0.05, min(1.0, until - time.monotonic())))
+                self._renew(conn)
+                self._settle(conn)
+                if time.monotonic() >= until + self._pace.confirm:
+                    return
 
-    def _ack(self, conn: Connection[Any], parts: list[Part], settled: Settled) -> None:
+    def _record(self, conn: Connection[Any], parts: list[Part], settled: Settled) -> None:
         recorded = acks.record(conn, self._lease, parts, settled, self._pace.retry)
         self.counters.acks += recorded.rows > 0
         self.counters.pages += recorded.pages
@@ -244,25 +368,22 @@ class DestinationLoop:
         self.counters.resent += settled.resent
         self.counters.parked += recorded.parked
 
+    # -- parked events -----------------------------------------------------------------------------------------------
+
     def _retry_parked(self, conn: Connection[Any]) -> bool:
         """Publishes parked events whose time has come, one of each key, in the key's order."""
         slots = [s for s, held in self._lease.held.items() if held.keys]
-        if not slots:
+        if not slots or time.monotonic() < self._retry_at:
             return False
+        self._retry_at = time.monotonic() + RETRY_LOOK_SECONDS
         items = parking.due(conn, self.destination.name, slots)
-        batch: list[Outgoing] = []
-        sent: list[parking.Due] = []
-        for item in items:
-            route = self.destination.route(item.row.type)
-            if route is not None:
-                batch.append(Outgoing(item.row, route))
-                sent.append(item)
-        if not batch:
+        sent = [(item, route) for item in items if (route := self.destination.route(item.row.type)) is not None]
+        if not sent:
             return False
-        settled = self._deliver(batch)
+        settled = self._delivery.deliver([Outgoing(item.row, route) for item, route in sent], patience=self._patience)
         refused = {p.row.seq: (p.reason, p.detail) for p in settled.parked}
-        settled_items = [i for i in sent if i.row.seq in settled.confirmed or i.row.seq in refused]
-        for item in settled_items:
+        known = [item for item, _ in sent if item.row.seq in settled.confirmed or item.row.seq in refused]
+        for item in known:
             generation = self._lease.generation(item.row.slot)
             if generation is None:
                 continue
@@ -276,11 +397,17 @@ class DestinationLoop:
                 policy=self._pace.retry,
             )
         self.counters.published += len(settled.confirmed)
-        self._load_keys(conn, {i.row.slot for i in settled_items} & self._lease.held.keys())
-        return bool(settled_items)
+        self._load_keys(conn, {i.row.slot for i in known} & self._lease.held.keys())
+        if known:
+            self._retry_at = 0.0
+        return bool(known)
 
     def _trouble(self, what: str) -> None:
         self.counters.trouble = what
         if what != self._said:
             self._said = what
             log.warning("destination %s waits: %s", self.destination.name, what)
+
+
+def _looked_at(answers: Future[list[Outcome]]) -> None:
+    answers.result()

@@ -82,14 +82,31 @@ class Progress:
         """True when the next page may choose a newer end tick."""
         return self.position == 0
 
+    def copy(self) -> Progress:
+        """The same place, to move on from."""
+        return Progress(self.acked, self.end, self.position)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one slot in sequence order; `last` when they complete its page."""
+    """Rows of one slot in sequence order, read under a slot generation, and the progress before and after them."""
 
     slot: int
+    generation: int
     rows: tuple[OutboxRow, ...]
-    last: bool
+    before: Progress
+    after: Progress
+
+    @classmethod
+    def of(cls, slot: int, generation: int, at: Progress, rows: tuple[OutboxRow, ...], *, last: bool) -> Part:
+        """`last` when the rows complete the slot's page."""
+        after = Progress(at.end, at.end, 0) if last else Progress(at.acked, at.end, rows[-1].seq)
+        return cls(slot, generation, rows, at, after)
+
+    @property
+    def last(self) -> bool:
+        """True when these rows complete the page."""
+        return self.after.between_pages
 
 
 class PageReader:
@@ -105,32 +122,33 @@ class PageReader:
         self._ticks: dict[int, Tick] = {}
         self._late: dict[tuple[int, int], dict[int, int]] = {}
 
-    def read(self, progress: dict[int, Progress]) -> list[Part]:
-        """The next part of every given slot's page; slots that share both ticks share a statement."""
+    def read(self, wanted: Mapping[int, tuple[int, Progress]]) -> list[Part]:
+        """The next part of every given slot's page (slot to generation and progress); one statement for slots alike."""
         groups: dict[tuple[int, int], list[int]] = {}
-        for slot, at in progress.items():
+        for slot, (_, at) in wanted.items():
             groups.setdefault((at.acked, at.end), []).append(slot)
         self._load({n for pair in groups for n in pair})
         parts: list[Part] = []
-        share = max(1, self._bytes // max(1, len(progress)))
+        share = max(1, self._bytes // max(1, len(wanted)))
         for (acked, end), slots in groups.items():
-            parts += self._group(self._ticks[acked], self._ticks[end], slots, progress, share)
+            parts += self._group(self._ticks[acked], self._ticks[end], slots, wanted, share)
         return parts
 
-    def _group(self, start: Tick, end: Tick, slots: list[int], progress: dict[int, Progress], share: int) -> list[Part]:
+    def _group(
+        self, start: Tick, end: Tick, slots: list[int], wanted: Mapping[int, tuple[int, Progress]], share: int
+    ) -> list[Part]:
         parts: list[Part] = []
         late = self._late_from(start, end)
-        positions = {s: progress[s].position for s in slots}
+        main = {s: wanted[s][1].position for s in slots}
         # A slot whose position has passed the hint has no late rows left.
-        early = {s: max(positions[s], late[s] - 1) for s in slots if s in late and positions[s] < start.hint}
-        main = dict(positions)
+        early = {s: max(main[s], late[s] - 1) for s in slots if s in late and main[s] < start.hint}
         for slot, rows in self._fetch(LATE, start, end, early, share) if early else ():
             if rows:
                 del main[slot]
-                parts.append(Part(slot, rows, last=False))
+                parts.append(Part.of(slot, *wanted[slot], rows, last=False))
         for slot, rows in self._fetch(MAIN, start, end, main, share) if main else ():
             cut = len(rows) >= self._rows or sum(len(r.payload) for r in rows) >= share
-            parts.append(Part(slot, rows, last=not cut))
+            parts.append(Part.of(slot, *wanted[slot], rows, last=not cut))
         return parts
 
     def _late_from(self, start: Tick, end: Tick) -> dict[int, int]:

@@ -116,7 +116,8 @@ class Publisher(Protocol):
         """One outcome per event, in the order of the batch, at the latest at `deadline` (monotonic seconds).
 
         Never raises for a broker's refusal and never blocks past the deadline; what has no answer by then is unknown.
-        Several sends may be in flight.
+        Several sends may be in flight; after an event without a confirm, later events of its key are withheld until the
+        caller has asked for the result of that send.
         """
         ...
 

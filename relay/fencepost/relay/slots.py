@@ -23,11 +23,13 @@ COUNT: LiteralString = "SELECT slots FROM fencepost.installation"
 class Held:
     """A slot of ours under one generation, with its progress and the keys that parked events hold back.
 
-    `recorded` is the acked tick that the database knows; pages without rows advance `progress` only.
+    `progress` is what is settled, `read` what was read (and perhaps sent) already; `recorded` is the acked tick that the
+    database knows, for pages without rows advance `progress` only.
     """
 
     generation: int
     progress: Progress
+    read: Progress
     recorded: int
     keys: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
 
@@ -35,8 +37,9 @@ class Held:
 class SlotLease:
     """The slots this relay may send from; trusted only until a monotonic deadline counted from before each round trip."""
 
-    def __init__(self, destination: str, owner: UUID, *, seconds: float) -> None:
+    def __init__(self, destination: str, owner: UUID, *, seconds: float, holds_keys: bool = True) -> None:
         self.destination = destination
+        self.holds_keys = holds_keys
         self.owner = owner
         self.seconds = seconds
         self.held: dict[int, Held] = {}
@@ -71,7 +74,7 @@ class SlotLease:
             if known is not None and known.generation == generation and era == known_era:
                 kept[slot] = known
             else:
-                kept[slot] = Held(generation, Progress(acked, end, position), acked)
+                kept[slot] = Held(generation, Progress(acked, end, position), Progress(acked, end, position), acked)
                 fresh.add(slot)
             if too_many:
                 surplus.append(slot)
