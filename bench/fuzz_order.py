@@ -509,10 +509,10 @@ def pinned(database: Database, seconds: float, acks_wanted: int, limit: float, b
     with database.connect(autocommit=True) as conn:
         conn.execute("CREATE TABLE control (at timestamptz NOT NULL)")
 
-    def timed_read(self: PageReader, progress: Mapping[int, tuple[int, Progress]]) -> list[Part]:
-        with reads.one() as wanted:
-            parts = read(self, progress)
-            wanted[0] = any(part.rows for part in parts)
+    def timed_read(self: PageReader, wanted: Mapping[int, tuple[int, Progress]]) -> list[Part]:
+        with reads.one() as keep:
+            parts = read(self, wanted)
+            keep[0] = any(part.rows for part in parts)
         return parts
 
     def timed_record(conn: psycopg.Connection[Any], *arguments: Any) -> acks.Recorded:

@@ -90,6 +90,15 @@ def test_the_snapshot_is_what_the_migrations_make(empty_database: Database, data
         assert describe(conn) == by_snapshot
 
 
+def test_tables_made_from_the_printed_script_are_completed_and_armed(empty_database: Database) -> None:
+    with empty_database.connect(autocommit=True) as conn:
+        conn.execute(migrate.script().encode())
+
+    report = migrate.apply(empty_database.dsn, state=empty_database.state)
+
+    assert report.created and report.armed and report.applied == ()
+
+
 def test_an_unreachable_database_is_named_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(Unreachable) as caught:
         migrate.apply("postgresql://me:hunter2@127.0.0.1:9/none", state=tmp_path)
