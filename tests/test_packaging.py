@@ -15,15 +15,17 @@ import fencepost.jobs.submit, fencepost.jobs.worker, fencepost.schemas.migrate
 assert len(fencepost.schemas.migrate.tables()) >= 4 and len(fencepost.schemas.migrate.functions()) > 10
 """
 INSTALLED = "from importlib.metadata import distributions; print(*sorted(d.name.lower() for d in distributions()))"
-ALLOWED = {"fencepost", "psycopg", "pydantic", "pydantic-core", "pydantic_core", "annotated-types", "typing-extensions"}
-ALLOWED |= {
-    "typing_extensions",
-    "typing-inspection",
-    "annotated_types",
-    "typing_inspection",
-    "pip",
-    "setuptools",
-    "tzdata",
+ALLOWED = {
+    *("fencepost", "psycopg", "pydantic", "pydantic-core", "pydantic_core", "annotated-types", "annotated_types"),
+    *(
+        "typing-extensions",
+        "typing_extensions",
+        "typing-inspection",
+        "typing_inspection",
+        "tzdata",
+        "pip",
+        "setuptools",
+    ),
 }
 
 
