@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from aio_pika.abc import AbstractChannel
 
 from conformance.conftest import BROKERS
 from conformance.harness import Arrived, Broker
+from conformance.on_rabbitmq import OnRabbit
 from fencepost.relay import outbox
 from fencepost.relay.publisher import Route
 from fencepost.relay.sidecar import Relay
@@ -339,3 +341,29 @@ def test_a_single_run_against_a_silent_broker_ends_with_an_error_and_keeps_what_
     assert count(database18, BACKLOG) == 5
     relay(database18.dsn, broker, services, [route]).run_once()
     assert set(operations(broker.read(route, 10))) == {f"op-{n}" for n in range(10)}
+
+
+def test_a_returned_event_is_shown_and_goes_out_exactly_once_after_its_binding_exists(
+    database18: Database, services: Services
+) -> None:
+    on = OnRabbit(services.rabbitmq())
+    route = on.route("test.noted")
+    with database18.connect() as conn:
+        outbox.enqueue(conn, Noted(tenant="acme", operation="first", ordering_key="a", n=1))
+        outbox.enqueue(conn, Lost(tenant="acme", operation="nowhere", ordering_key="b"))
+        outbox.enqueue(conn, Noted(tenant="acme", operation="third", ordering_key="c", n=3))
+    relay(database18.dsn, on, services, [route]).run_once()
+    assert sorted(operations(on.read(route, 2))) == ["first", "third"]
+    assert parked(database18) == [("nowhere", "unroutable")]
+    with database18.connect() as conn:
+        shown = conn.execute("SELECT reason, count FROM fencepost.status WHERE state = 'parked'").fetchall()
+    assert shown == [("unroutable", 1)]
+
+    async def bind(channel: AbstractChannel) -> None:
+        await (await channel.get_queue(route.to)).bind(route.to, "test.lost")
+
+    on.on_channel(bind)
+    with running(relay(database18.dsn, on, services, [route])):
+        wait_for(lambda: parked(database18) == [], 30, "the parked event to go out")
+
+    assert operations(on.read(route, 1)) == ["nowhere"]
