@@ -185,3 +185,12 @@ def test_open_writers_here_and_in_another_database_hold_nobody_up(database: Data
             elsewhere.rollback()
     finally:
         databases.drop(other)
+
+
+def test_a_clock_that_was_set_back_stops_nothing(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        before = newest_tick(conn, 0)
+        accepted(database, "a")
+        conn.execute("UPDATE fencepost.tick SET taken_at = clock_timestamp() + interval '1 hour'")
+
+        assert newest_tick(conn, 1.0) == (before[0], before[1] + 1)

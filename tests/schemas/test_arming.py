@@ -12,7 +12,15 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from fencepost.schemas import arming, migrate
-from fencepost.schemas.errors import ConfigError, Damaged, NotArmed, WitnessMismatch, WrongTransaction
+from fencepost.schemas import witness as witnesses
+from fencepost.schemas.errors import (
+    ConfigError,
+    Damaged,
+    NotArmed,
+    Unreachable,
+    WitnessMismatch,
+    WrongTransaction,
+)
 from fencepost.schemas.witness import FileWitness, Mark
 from stack.postgres import PostgresServer, Stop
 from support.database import Database
@@ -55,7 +63,7 @@ def test_a_plain_restart_disarms_and_equality_arms_again(major: str, how: Stop, 
         server.close()
 
 
-def test_a_copy_of_an_armed_database_is_disarmed_and_behind_once_the_original_moved_on(
+def test_a_copy_of_an_armed_database_is_disarmed_and_cannot_use_the_witness_of_the_original(
     empty_database: Database, tmp_path: Path
 ) -> None:
     migrate.apply(empty_database.dsn, state=empty_database.state)
@@ -67,21 +75,20 @@ def test_a_copy_of_an_armed_database_is_disarmed_and_behind_once_the_original_mo
         conn.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source)))
     try:
         with empty_database.connect(autocommit=True) as conn:
-            arming.beat(conn, FileWitness(empty_database.state))  # the control: the original goes on
-            conn.execute(ACT)
+            conn.execute(ACT)  # the control: the original goes on, and has not even moved since
 
         with psycopg.connect(copy, autocommit=True) as conn, pytest.raises(NotArmed):
             conn.execute(ACT)
         with pytest.raises(WitnessMismatch) as caught:
             arming.ensure_armed(copy, empty_database.state)
-        assert caught.value.field == "behind"
+        assert caught.value.field == "database"
     finally:
         with psycopg.connect(admin, autocommit=True) as conn:
             conn.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 def test_a_stale_witness_is_refused_as_ahead(database: Database, tmp_path: Path) -> None:
-    arming.clone_witness(database.state, tmp_path)
+    arming.clone_witness(database.state, tmp_path, database.dsn)
     with database.connect(autocommit=True) as conn:
         arming.beat(conn, FileWitness(database.state))
 
@@ -96,6 +103,7 @@ def test_a_stale_witness_is_refused_as_ahead(database: Database, tmp_path: Path)
         ("installation", {"installation": uuid4()}),
         ("system_identifier", {"system_identifier": 1}),
         ("timeline", {"timeline": 77}),
+        ("database", {"database_oid": 1}),
     ],
 )
 def test_each_part_of_the_witness_must_be_equal(database: Database, field: str, change: dict[str, Any]) -> None:
@@ -155,6 +163,7 @@ def test_arming_inside_a_subtransaction_is_refused(database: Database) -> None:
         "next_nonce": mark.nonce,
         "system_identifier": record.system_identifier,
         "timeline": record.timeline,
+        "database_oid": record.database_oid,
     }
     with database.connect() as conn, pytest.raises(WrongTransaction) as caught, conn.transaction(), conn.transaction():
         conn.execute(arming.ARM, arguments)
@@ -196,3 +205,28 @@ def test_a_ticket_written_again_by_a_restore_is_worth_nothing(database: Database
 
         with pytest.raises(NotArmed):
             conn.execute(ACT)
+
+
+def test_a_beat_that_the_server_commits_after_its_client_went_away_is_found_by_the_next_one(database: Database) -> None:
+    witness = FileWitness(database.state)
+    before = witness.read()
+    mark = before.head.following()
+    witness.intend(before, mark)
+    # The keeper that comes next sends the same mark again, so that it does not matter which of the two commits.
+    with database.connect(autocommit=True) as conn:
+        arming.beat(conn, witness)
+    assert witness.read().head == mark
+
+    with database.connect(autocommit=True) as conn:
+        arming.beat(conn, witness)  # the control
+    assert witness.read().head.seq == mark.seq + 1
+
+
+def test_a_witness_that_a_stopped_process_holds_is_not_waited_for_without_end(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(witnesses, "HELD_SECONDS", 0.2)
+    with FileWitness(database.state).held(), pytest.raises(Unreachable) as caught:
+        arming.arm(database.dsn, database.state)
+    assert caught.value.field == "FENCEPOST_STATE"
+    arming.arm(database.dsn, database.state)  # the control

@@ -161,3 +161,27 @@ def test_no_role_of_the_matrix_can_log_in(separated: Database) -> None:
             "SELECT rolname FROM pg_roles WHERE rolname LIKE 'fencepost_sep_%' AND rolcanlogin"
         ).fetchall()
     assert logins == []
+
+
+DURABLE = (
+    *("arm", "beat", "tick", "ack", "retried", "reserve", "dead_letter", "fence", "complete", "stage"),
+    *("begin_effect", "record_effect", "reconcile", "cancel", "requeue"),
+)
+
+
+def test_what_others_act_upon_commits_durably_even_where_the_session_does_not(database: Database) -> None:
+    with database.connect() as conn:
+        bodies: dict[str, str] = dict(
+            conn.execute(
+                "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = 'fencepost'::regnamespace"
+            ).fetchall()
+        )
+        assert [n for n in DURABLE if "set_config('synchronous_commit', 'on', true)" not in bodies[n]] == []
+        conn.execute("SET synchronous_commit = off")
+        conn.execute(
+            """SELECT fencepost.reserve('t', 'c', 'o', 'a.b', 1, gen_random_uuid(), 'urn:x', 1, 'ref:x', clock_timestamp(),
+                                        '["test"]', '[]', '\\x7b7d')"""
+        )
+        assert conn.execute("SHOW synchronous_commit").fetchone() == ("on",)
+        conn.rollback()
+        assert conn.execute("SHOW synchronous_commit").fetchone() == ("off",)

@@ -41,7 +41,7 @@ class Databases:
         """A clone of the migrated template with a clone of its witness, armed."""
         template = self._template or self._migrate()
         database = self._create("fp_test", template)
-        arming.clone_witness(self._folder / template, database.state)
+        arming.clone_witness(self._folder / template, database.state, database.dsn)
         arming.arm(database.dsn, database.state)
         return database
 

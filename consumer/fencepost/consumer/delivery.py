@@ -21,6 +21,10 @@ from fencepost.schemas.errors import InvalidInput
 __all__ = ["COORDINATES_CHARS_MAX", "Delivery"]
 
 COORDINATES_CHARS_MAX = 1500
+# What a broker adds or changes at every arrival is no part of the message's name.
+_PER_ARRIVAL = frozenset(
+    {"x-delivery-count", "x-acquired-count", "x-death", "x-first-death-exchange", "x-first-death-queue"}
+)
 _MESSAGE_ID = re.compile(r"[\x21-\x7e]{1,200}\Z")
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 _NESTING_MAX = 8
@@ -84,9 +88,11 @@ class Delivery:
         body: bytes,
         redelivered: bool = False,
     ) -> Self:
-        """An AMQP message; one without a usable ``message_id`` is named by the hash of its body."""
+        """An AMQP message; one without a usable ``message_id`` is named by the hash of its headers and body."""
         if message_id is None or _MESSAGE_ID.match(message_id) is None:
-            message_id = f"sha256:{sha256(body).hexdigest()}"
+            kept = sorted((name, str(value)) for name, value in (headers or {}).items() if name not in _PER_ARRIVAL)
+            named = json.dumps(kept).encode()
+            message_id = f"sha256:{sha256(b'%d:%b%b' % (len(named), named, body)).hexdigest()}"
         return cls(
             broker="rabbitmq",
             coordinates=json.dumps(["rabbitmq", cluster, vhost, queue, message_id]),

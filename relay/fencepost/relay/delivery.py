@@ -114,9 +114,16 @@ class Delivery:
                 self._on_trouble(trouble)
                 pause = min(BACKOFF_CAP_SECONDS, BACKOFF_FIRST_SECONDS * 2 ** min(attempt, 10))
                 attempt += 1
-                self._stop.wait(pause * (0.5 + random.random() / 2))
+                self._pause(pause * (0.5 + random.random() / 2))
         settled.unresolved = pending
         return settled
+
+    def _pause(self, seconds: float) -> None:
+        """Ends early when told to stop, once; while draining it lasts."""
+        if self._stop.is_set():
+            time.sleep(seconds)
+        else:
+            self._stop.wait(seconds)
 
     def _take(self, item: Outgoing, outcome: Outcome, settled: Settled, blocked: dict[tuple[str, str], int]) -> bool:
         """True when the event is settled; keeps the events of a refused key in order behind it."""

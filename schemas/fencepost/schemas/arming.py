@@ -6,8 +6,7 @@ until an operator decides.
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
@@ -18,11 +17,11 @@ from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import FencepostError
 from fencepost.schemas.witness import FileWitness, Mark, Record
 
-TIP = "SELECT installation, seq, nonce, system_identifier, timeline, armed FROM fencepost.tip()"
+TIP = "SELECT installation, seq, nonce, system_identifier, timeline, database_oid, armed FROM fencepost.tip()"
 ARM = """SELECT fencepost.arm(%(installation)s, %(seq)s, %(nonce)s, %(next_seq)s, %(next_nonce)s,
-                              %(system_identifier)s, %(timeline)s)"""
+                              %(system_identifier)s, %(timeline)s, %(database_oid)s)"""
 BEAT = """SELECT fencepost.beat(%(installation)s, %(seq)s, %(nonce)s, %(next_seq)s, %(next_nonce)s,
-                                %(system_identifier)s, %(timeline)s)"""
+                                %(system_identifier)s, %(timeline)s, %(database_oid)s)"""
 
 
 class Tip(NamedTuple):
@@ -33,6 +32,7 @@ class Tip(NamedTuple):
     nonce: UUID
     system_identifier: int
     timeline: int
+    database_oid: int
     armed: bool
 
 
@@ -79,22 +79,27 @@ def create_witness(dsn: str, state: Path) -> None:
     witness = FileWitness(state)
     with connect(dsn, autocommit=True) as conn, witness.held():
         tip = read_tip(conn)
-        witness.write(Record(tip.installation, tip.system_identifier, tip.timeline, Mark(tip.seq, tip.nonce)))
+        here = Record(tip.installation, tip.system_identifier, tip.timeline, tip.database_oid, Mark(tip.seq, tip.nonce))
+        witness.write(here)
 
 
-def clone_witness(source: Path, target: Path) -> None:
-    """Copies a witness beside a deliberate copy of its database (test fixtures); the two then part at their first turn."""
+def clone_witness(source: Path, target: Path, dsn: str) -> None:
+    """Writes a witness for a deliberate copy of a database (test fixtures); the two part at their first turn."""
     target.mkdir(parents=True, exist_ok=True)
-    with FileWitness(source).held():
-        shutil.copyfile(FileWitness(source).path, FileWitness(target).path)
+    with connect(dsn, autocommit=True) as conn, FileWitness(source).held():
+        record = FileWitness(source).read()
+        FileWitness(target).write(replace(record, database_oid=read_tip(conn).database_oid))
 
 
 def _turn(conn: Connection[tuple[object, ...]], witness: FileWitness, *, arming: bool) -> Armed:
     with witness.held():
         record = _settled(witness.read(), read_tip(conn))
-        mark = record.head.following()
+        # Invariant: one mark per turn of the database. A turn whose client went away may still commit on the server, so
+        # the mark that was intended is sent again, never another one in its place.
+        mark = record.intended or record.head.following()
         # Crash here: [W] before the database commits the head stands; after it the intended mark is found as the tip.
-        record = witness.intend(record, mark)
+        if record.intended is None:
+            record = witness.intend(record, mark)
         conn.execute(
             ARM if arming else BEAT,
             {
@@ -105,6 +110,7 @@ def _turn(conn: Connection[tuple[object, ...]], witness: FileWitness, *, arming:
                 "next_nonce": mark.nonce,
                 "system_identifier": record.system_identifier,
                 "timeline": record.timeline,
+                "database_oid": record.database_oid,
             },
         )
         witness.confirm(record, mark)
@@ -114,12 +120,14 @@ def _turn(conn: Connection[tuple[object, ...]], witness: FileWitness, *, arming:
 def _settled(record: Record, tip: Tip) -> Record:
     """The record after a turn that crashed half-way: the tip tells whether the intended mark was taken."""
     if record.intended is not None and (tip.seq, tip.nonce) == (record.intended.seq, record.intended.nonce):
-        return Record(record.installation, record.system_identifier, record.timeline, record.intended)
-    return Record(record.installation, record.system_identifier, record.timeline, record.head)
+        return replace(record, head=record.intended, intended=None)
+    return record
 
 
-def explain(error: FencepostError) -> str:
-    """One line for people: what is disarmed and why."""
+def explain(error: FencepostError, *, armed: bool = False) -> str:
+    """One line for people: what does not hold, and what follows."""
+    if armed:
+        return f"still armed, but it will not arm itself again: {error}"
     return f"disarmed, nothing is published, claimed or dispatched: {error}"
 
 

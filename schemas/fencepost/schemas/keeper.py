@@ -85,7 +85,7 @@ class Keeper:
                 log.warning("the database was restarted; witness and database agree, armed again")
             self._told = ""
         except (WitnessMismatch, NotArmed) as error:
-            self._tell(arming.explain(error))
+            self._tell(arming.explain(error, armed=arming.read_tip(conn).armed))
 
     def _tell(self, line: str) -> None:
         """Each state is told once, loudly, not at every beat."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import UUID, uuid4
 
-from fencepost.schemas.errors import ConfigError, Damaged
+from fencepost.schemas.errors import ConfigError, Damaged, Unreachable
 
 FORMAT = 1
+HELD_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Record:
     installation: UUID
     system_identifier: int
     timeline: int
+    database_oid: int
     head: Mark
     intended: Mark | None = None
 
@@ -61,11 +64,14 @@ class FileWitness:
 
     @contextmanager
     def held(self) -> Generator[None]:
-        """Exclusive use of the witness by this process, until the block ends or the process dies."""
+        """Exclusive use of the witness by this process, until the block ends or the process dies.
+
+        Waits at most ten seconds for another process that holds it, then raises `Unreachable`.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor, self.path)
             yield
         finally:
             os.close(descriptor)
@@ -116,6 +122,22 @@ class FileWitness:
         return confirmed
 
 
+def _lock(descriptor: int, path: Path) -> None:
+    until = time.monotonic() + HELD_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise Unreachable(
+                    f"the witness at {path} is held by another process",
+                    field="FENCEPOST_STATE",
+                    hint="a process that keeps it may be stopped in the middle; end it",
+                ) from None
+            time.sleep(0.02)
+
+
 def _dump(record: Record) -> dict[str, Any]:
     def mark(m: Mark | None) -> dict[str, Any] | None:
         return None if m is None else {"seq": m.seq, "nonce": str(m.nonce)}
@@ -125,6 +147,7 @@ def _dump(record: Record) -> dict[str, Any]:
         "installation": str(record.installation),
         "system_identifier": record.system_identifier,
         "timeline": record.timeline,
+        "database_oid": record.database_oid,
         "head": mark(record.head),
         "intended": mark(record.intended),
     }
@@ -141,6 +164,7 @@ def _load(value: Any) -> Record:
         installation=UUID(found["installation"]),
         system_identifier=int(found["system_identifier"]),
         timeline=int(found["timeline"]),
+        database_oid=int(found["database_oid"]),
         head=mark(found["head"]),
         intended=None if found["intended"] is None else mark(found["intended"]),
     )

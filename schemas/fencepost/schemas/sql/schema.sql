@@ -450,15 +450,16 @@ $$;
 -- What the keeper of the witness compares before it arms or beats.
 CREATE OR REPLACE FUNCTION fencepost.tip(
     OUT installation uuid, OUT seq bigint, OUT nonce uuid, OUT system_identifier bigint, OUT timeline bigint,
-    OUT armed boolean, OUT beat_at timestamptz)
+    OUT database_oid bigint, OUT armed boolean, OUT beat_at timestamptz)
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-    SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(), fencepost.armed(), p.beat_at
+    SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(),
+           (SELECT d.oid::bigint FROM pg_database AS d WHERE d.datname = current_database()), fencepost.armed(), p.beat_at
     FROM fencepost.installation AS i, fencepost.tip AS p, pg_control_system() AS c
 $$;
 
 -- Refuses unless the database's tip is what the witness says, on the same system and timeline.
 CREATE OR REPLACE FUNCTION fencepost._require_witness(
-    p_installation uuid, p_seq bigint, p_nonce uuid, p_system_identifier bigint, p_timeline bigint)
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_system_identifier bigint, p_timeline bigint, p_database_oid bigint)
 RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     v record;
@@ -470,6 +471,8 @@ BEGIN
         PERFORM fencepost._refuse('ZF002', 'the witness belongs to another installation', 'installation', 'check FENCEPOST_STATE');
     ELSIF v.system_identifier <> p_system_identifier THEN
         PERFORM fencepost._refuse('ZF002', 'the database runs on another system than the witness saw', 'system_identifier', v_hint);
+    ELSIF v.database_oid <> p_database_oid THEN
+        PERFORM fencepost._refuse('ZF002', 'this is another database than the witness saw: a copy or a restore', 'database', v_hint);
     ELSIF v.timeline <> p_timeline THEN
         PERFORM fencepost._refuse('ZF002', 'the database runs on another timeline than the witness saw', 'timeline', v_hint);
     ELSIF v.seq < p_seq THEN
@@ -499,12 +502,12 @@ END $$;
 -- Locks: gate EXCLUSIVE (waits at most five seconds for those who use authority now).
 CREATE OR REPLACE FUNCTION fencepost.arm(
     p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
-    p_system_identifier bigint, p_timeline bigint)
+    p_system_identifier bigint, p_timeline bigint, p_database_oid bigint)
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
 BEGIN
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
     PERFORM set_config('synchronous_commit', 'on', true);
-    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
     IF p_next_seq <> p_seq + 1 OR p_next_nonce = p_nonce THEN
         PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
     END IF;
@@ -523,12 +526,12 @@ END $$;
 -- One beat of the witness: advances the tip by compare-and-set. A disarmed database does not beat.
 CREATE OR REPLACE FUNCTION fencepost.beat(
     p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
-    p_system_identifier bigint, p_timeline bigint)
-RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    p_system_identifier bigint, p_timeline bigint, p_database_oid bigint)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
 BEGIN
     PERFORM fencepost._enter();
     PERFORM set_config('synchronous_commit', 'on', true);
-    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
     IF p_next_seq <> p_seq + 1 OR p_next_nonce = p_nonce THEN
         PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
     END IF;
@@ -992,6 +995,8 @@ BEGIN
     IF p_headers IS NULL OR p_payload IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'give what arrived, empty if there was nothing');
     END IF;
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._dead_letter(p_consumer, p_coordinates, p_reason, p_field, coalesce(p_detail, ''), p_tenant, p_operation, p_type,
         p_version, p_event_id, NULL, NULL, greatest(p_attempts, 1), p_headers, p_payload);
 END $$;
@@ -1030,6 +1035,8 @@ BEGIN
     ELSIF p_headers IS NULL OR p_payload IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'a conflict must be able to keep them');
     END IF;
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
     other_epoch := false;
 
@@ -1115,6 +1122,8 @@ BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
     PERFORM fencepost._enter();
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     SELECT j.exec INTO v_exec FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
     IF NOT FOUND THEN
@@ -1141,6 +1150,8 @@ BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
     PERFORM fencepost._enter();
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     SELECT j.* INTO v_job FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
     IF NOT FOUND THEN
@@ -1500,6 +1511,8 @@ BEGIN
                       WHERE a.tenant = p_tenant AND a.attempt = p_attempt AND a.operation = p_operation AND a.class = p_class) THEN
         PERFORM fencepost._refuse('ZF020', 'this attempt never held the job', 'attempt', 'stage with the fence of the claim');
     END IF;
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     INSERT INTO fencepost.staged (tenant, operation, class, attempt, result)
     VALUES (p_tenant, p_operation, p_class, p_attempt, p_result)
     ON CONFLICT (tenant, operation, class, attempt) DO NOTHING;
@@ -1887,7 +1900,8 @@ BEGIN
         era := v_tick.era;
         n := v_tick.n;
         fresh := false;
-        IF clock_timestamp() < v_tick.taken_at + p_min_interval THEN
+        -- A clock that was set back is no reason to wait for it to catch up.
+        IF clock_timestamp() BETWEEN v_tick.taken_at AND v_tick.taken_at + p_min_interval THEN
             RETURN;
         END IF;
         -- The sequence moved, or a transaction that was open at the last tick has committed an event since.

@@ -7,15 +7,16 @@ $$;
 -- What the keeper of the witness compares before it arms or beats.
 CREATE OR REPLACE FUNCTION fencepost.tip(
     OUT installation uuid, OUT seq bigint, OUT nonce uuid, OUT system_identifier bigint, OUT timeline bigint,
-    OUT armed boolean, OUT beat_at timestamptz)
+    OUT database_oid bigint, OUT armed boolean, OUT beat_at timestamptz)
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-    SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(), fencepost.armed(), p.beat_at
+    SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(),
+           (SELECT d.oid::bigint FROM pg_database AS d WHERE d.datname = current_database()), fencepost.armed(), p.beat_at
     FROM fencepost.installation AS i, fencepost.tip AS p, pg_control_system() AS c
 $$;
 
 -- Refuses unless the database's tip is what the witness says, on the same system and timeline.
 CREATE OR REPLACE FUNCTION fencepost._require_witness(
-    p_installation uuid, p_seq bigint, p_nonce uuid, p_system_identifier bigint, p_timeline bigint)
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_system_identifier bigint, p_timeline bigint, p_database_oid bigint)
 RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     v record;
@@ -27,6 +28,8 @@ BEGIN
         PERFORM fencepost._refuse('ZF002', 'the witness belongs to another installation', 'installation', 'check FENCEPOST_STATE');
     ELSIF v.system_identifier <> p_system_identifier THEN
         PERFORM fencepost._refuse('ZF002', 'the database runs on another system than the witness saw', 'system_identifier', v_hint);
+    ELSIF v.database_oid <> p_database_oid THEN
+        PERFORM fencepost._refuse('ZF002', 'this is another database than the witness saw: a copy or a restore', 'database', v_hint);
     ELSIF v.timeline <> p_timeline THEN
         PERFORM fencepost._refuse('ZF002', 'the database runs on another timeline than the witness saw', 'timeline', v_hint);
     ELSIF v.seq < p_seq THEN
@@ -56,12 +59,12 @@ END $$;
 -- Locks: gate EXCLUSIVE (waits at most five seconds for those who use authority now).
 CREATE OR REPLACE FUNCTION fencepost.arm(
     p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
-    p_system_identifier bigint, p_timeline bigint)
+    p_system_identifier bigint, p_timeline bigint, p_database_oid bigint)
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
 BEGIN
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
     PERFORM set_config('synchronous_commit', 'on', true);
-    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
     IF p_next_seq <> p_seq + 1 OR p_next_nonce = p_nonce THEN
         PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
     END IF;
@@ -80,12 +83,12 @@ END $$;
 -- One beat of the witness: advances the tip by compare-and-set. A disarmed database does not beat.
 CREATE OR REPLACE FUNCTION fencepost.beat(
     p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
-    p_system_identifier bigint, p_timeline bigint)
-RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    p_system_identifier bigint, p_timeline bigint, p_database_oid bigint)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
 BEGIN
     PERFORM fencepost._enter();
     PERFORM set_config('synchronous_commit', 'on', true);
-    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
     IF p_next_seq <> p_seq + 1 OR p_next_nonce = p_nonce THEN
         PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
     END IF;

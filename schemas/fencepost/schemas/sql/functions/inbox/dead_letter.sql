@@ -36,6 +36,8 @@ BEGIN
     IF p_headers IS NULL OR p_payload IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'give what arrived, empty if there was nothing');
     END IF;
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._dead_letter(p_consumer, p_coordinates, p_reason, p_field, coalesce(p_detail, ''), p_tenant, p_operation, p_type,
         p_version, p_event_id, NULL, NULL, greatest(p_attempts, 1), p_headers, p_payload);
 END $$;

@@ -30,6 +30,8 @@ BEGIN
     ELSIF p_headers IS NULL OR p_payload IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'a conflict must be able to keep them');
     END IF;
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
     other_epoch := false;
 

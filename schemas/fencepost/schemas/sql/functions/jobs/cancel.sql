@@ -10,6 +10,8 @@ BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
     PERFORM fencepost._enter();
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     SELECT j.exec INTO v_exec FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
     IF NOT FOUND THEN
@@ -36,6 +38,8 @@ BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
     PERFORM fencepost._enter();
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     SELECT j.* INTO v_job FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
     IF NOT FOUND THEN

@@ -9,6 +9,8 @@ BEGIN
                       WHERE a.tenant = p_tenant AND a.attempt = p_attempt AND a.operation = p_operation AND a.class = p_class) THEN
         PERFORM fencepost._refuse('ZF020', 'this attempt never held the job', 'attempt', 'stage with the fence of the claim');
     END IF;
+    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+    PERFORM set_config('synchronous_commit', 'on', true);
     INSERT INTO fencepost.staged (tenant, operation, class, attempt, result)
     VALUES (p_tenant, p_operation, p_class, p_attempt, p_result)
     ON CONFLICT (tenant, operation, class, attempt) DO NOTHING;

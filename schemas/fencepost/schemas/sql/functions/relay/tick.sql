@@ -20,7 +20,8 @@ BEGIN
         era := v_tick.era;
         n := v_tick.n;
         fresh := false;
-        IF clock_timestamp() < v_tick.taken_at + p_min_interval THEN
+        -- A clock that was set back is no reason to wait for it to catch up.
+        IF clock_timestamp() BETWEEN v_tick.taken_at AND v_tick.taken_at + p_min_interval THEN
             RETURN;
         END IF;
         -- The sequence moved, or a transaction that was open at the last tick has committed an event since.
