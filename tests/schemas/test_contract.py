@@ -170,7 +170,7 @@ DURABLE = (
 
 
 def test_what_others_act_upon_commits_durably_even_where_the_session_does_not(database: Database) -> None:
-    with database.connect() as conn:
+    with database.connect(autocommit=True) as conn:
         bodies: dict[str, str] = dict(
             conn.execute(
                 "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = 'fencepost'::regnamespace"
@@ -178,10 +178,10 @@ def test_what_others_act_upon_commits_durably_even_where_the_session_does_not(da
         )
         assert [n for n in DURABLE if "set_config('synchronous_commit', 'on', true)" not in bodies[n]] == []
         conn.execute("SET synchronous_commit = off")
-        conn.execute(
-            """SELECT fencepost.reserve('t', 'c', 'o', 'a.b', 1, gen_random_uuid(), 'urn:x', 1, 'ref:x', clock_timestamp(),
-                                        '["test"]', '[]', '\\x7b7d')"""
-        )
-        assert conn.execute("SHOW synchronous_commit").fetchone() == ("on",)
-        conn.rollback()
+        with conn.transaction():
+            conn.execute(
+                """SELECT fencepost.reserve('t', 'c', 'o', 'a.b', 1, gen_random_uuid(), 'urn:x', 1, 'ref:x',
+                                            clock_timestamp(), '["test"]', '[]', '\\x7b7d')"""
+            )
+            assert conn.execute("SHOW synchronous_commit").fetchone() == ("on",)
         assert conn.execute("SHOW synchronous_commit").fetchone() == ("off",)
