@@ -10,7 +10,7 @@ from typing import Any, LiteralString
 from psycopg import Connection
 from psycopg.types.json import Jsonb
 
-from fencepost.relay.publisher import Outcome, Outgoing, Publisher, Route
+from fencepost.relay.publisher import Inspectable, Outcome, Outgoing, Publisher, Route
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 REGISTER: LiteralString = """
@@ -85,6 +85,22 @@ class Destination:
         """The broker's client; `open` came first."""
         assert self._made is not None
         return self._made
+
+    @property
+    def opened(self) -> bool:
+        """Whether the broker has answered once."""
+        return self._made is not None
+
+    def answers(self, deadline: float) -> bool:
+        """Whether the broker answers a question now that sends nothing; False before `open`. From any thread."""
+        made = self._made
+        if not isinstance(made, Inspectable):
+            return made is not None
+        try:
+            made.inspect([self.routes[0].to], deadline)
+        except Unreachable:
+            return False
+        return True
 
     def close(self, deadline: float) -> None:
         """Leaves the broker."""
