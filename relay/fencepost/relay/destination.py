@@ -27,6 +27,11 @@ def source(conn: Connection[Any]) -> str:
     return f"urn:fencepost:{row[0]}"
 
 
+def as_stored(routes: Sequence[Route]) -> list[dict[str, str]]:
+    """Routes as a destination row keeps them."""
+    return [{"match": r.match, "to": r.to, "routing_key": r.routing_key} for r in routes]
+
+
 def routes_from(stored: object) -> tuple[Route, ...]:
     """Routes as a destination row keeps them."""
     assert isinstance(stored, list)
@@ -56,7 +61,7 @@ class Destination:
         self.name = name
         self.kind = kind
         self.routes = tuple(routes)
-        self._make = make
+        self.make = make
         self._accept = accept_routes
         self._made: Publisher | None = None
         self._cache: dict[str, Route | None] = {}
@@ -68,16 +73,21 @@ class Destination:
 
     def register(self, conn: Connection[Any]) -> None:
         """Makes the destination known to the database; raises `RoutesChanged` when it knows it with other routes."""
-        stored = [{"match": r.match, "to": r.to, "routing_key": r.routing_key} for r in self.routes]
         conn.execute(
-            REGISTER, {"destination": self.name, "kind": self.kind, "routes": Jsonb(stored), "accept": self._accept}
+            REGISTER,
+            {
+                "destination": self.name,
+                "kind": self.kind,
+                "routes": Jsonb(as_stored(self.routes)),
+                "accept": self._accept,
+            },
         )
 
     def open(self, conn: Connection[Any], deadline: float) -> None:
         """Registers and connects; raises `Unreachable` when the broker does not answer before the deadline."""
         self.register(conn)
         if self._made is None:
-            made = self._make(source(conn))
+            made = self.make(source(conn))
             made.open(deadline)
             self._made = made
 
