@@ -62,6 +62,7 @@ def run(
             pace=pace,
             health=health,
             stalled=chosen.relay.stalled,
+            health_required="health_address" in chosen.relay.model_fields_set,
         )
 
     summary = _once(make, chosen.relay.patience) if once else _run(make)

@@ -41,7 +41,7 @@ GROUP BY d.destination, d.kind ORDER BY d.destination"""
 # Per slot one row by an index each: the first above both hint and position, the late ones of the page that are still to
 # come, and those below the position that only the next page will show.
 OLDEST: LiteralString = """
-SELECT d.destination, greatest(0, extract(epoch FROM clock_timestamp() - min(o.recorded_at)))::float
+SELECT d.destination, extract(epoch FROM clock_timestamp() - min(o.recorded_at))::float
 FROM fencepost.destination AS d
 LEFT JOIN LATERAL (
     SELECT w.recorded_at
@@ -92,4 +92,4 @@ def oldest(conn: Connection[Any]) -> dict[str, float | None]:
 
     One statement that touches a few rows a slot, whatever the backlog; needs the relay role.
     """
-    return {str(name): age for name, age in conn.execute(OLDEST)}
+    return {str(name): None if age is None else max(0.0, age) for name, age in conn.execute(OLDEST)}

@@ -36,7 +36,8 @@ class Relay:
 
     `state` is the folder of the file witness where this process should keep it (heartbeat, re-arming after a plain
     restart); without it some other process must. `health` serves `/livez`, `/readyz` and `/metrics` while it runs;
-    `look` (seconds) is how often readiness is looked at, `stalled` after which time without a step a loop is not alive.
+    `look` (seconds) is how often readiness is looked at, `stalled` after which time without a step a loop is not alive;
+    without `health_required` an address that is taken is told and lived with.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Relay:
         health: HealthAddress | None = None,
         look: float = LOOK_SECONDS,
         stalled: float = STALLED_SECONDS,
+        health_required: bool = True,
     ) -> None:
         if not destinations:
             raise ConfigError(
@@ -64,6 +66,7 @@ class Relay:
         self._failure: BaseException | None = None
         self._watch = Watch(dsn, self.loops, self._stop, look=look)
         answer = answering(self._watch, _metrics(self.loops, self._watch), stalled=stalled)
+        self._health_required = health_required
         self._server = None if health is None else HealthServer(health, answer)
 
     @property
@@ -106,16 +109,26 @@ class Relay:
     @contextmanager
     def _healthy(self) -> Generator[None]:
         """Health is told from before the first connection until after the last ack."""
-        if self._server is None:
+        if self._server is None or not self._listening(self._server):
             yield
             return
-        self._server.start()
         self._watch.start()
         try:
             yield
         finally:
             self._watch.stop()
             self._server.stop()
+
+    def _listening(self, server: HealthServer) -> bool:
+        try:
+            server.start()
+        except ConfigError as error:
+            if self._health_required:
+                raise
+            log.warning("no health is served: %s", error)
+            return False
+        log.info("health is served on port %d", server.port)
+        return True
 
     def run_once(self) -> Summary:
         """Publishes or parks everything committed before the call, then returns; raises when a service is unreachable.
