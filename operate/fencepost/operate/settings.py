@@ -227,11 +227,10 @@ def _checked(model: type[S], values: dict[str, Any], table: str, prefix: str) ->
             hint="correct the setting",
         ) from None
     except SettingsError:
-        # A variable that must be JSON and is not; its text is not repeated.
-        broken = next((n for n in ("DESTINATIONS",) if os.environ.get(prefix + n)), "")
+        # The only setting that must be JSON; its text is not repeated.
         raise ConfigError(
-            "the variable is not JSON",
-            field=prefix + broken,
+            "the variable, or the secret file, is not JSON",
+            field=f"{PREFIX}DESTINATIONS",
             hint='example: [{"name": "reports", "kind": "kafka", "address": "127.0.0.1:9092",'
             ' "routes": [{"match": "*", "to": "reports"}]}]',
         ) from None

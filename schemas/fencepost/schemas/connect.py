@@ -61,7 +61,7 @@ def checked_address(dsn: str, *, insecure: bool) -> str:
     raise ConfigError(
         f"the database is on another machine and sslmode is {mode}: the server would not be verified",
         field="database",
-        hint="add sslmode=verify-full (and sslrootcert), or say --insecure-db where the network itself is protected",
+        hint="add sslmode=verify-full (and sslrootcert); FENCEPOST_INSECURE_DB=true where the network itself is protected",
     )
 
 
