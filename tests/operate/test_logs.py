@@ -13,7 +13,8 @@ from fencepost.relay import outbox
 from fencepost.schemas.errors import Unreachable
 from fencepost.schemas.event import Event
 from stack.places import free_port
-from support.command_line import PASSWORD, running
+from stack.postgres import PostgresServer
+from support.command_line import PASSWORD, Fencepost, running
 from support.database import Database
 from support.health import ask
 from support.processes import wait_for
@@ -145,3 +146,26 @@ def test_nothing_that_the_relay_prints_or_serves_shows_a_secret_or_a_payload(
     assert len(lines) >= len(printed.splitlines()) - 1  # the summary is the only line that is no record
     assert {"time", "level", "logger", "message"} <= set(lines[0])
     assert "kafka" in {found.get("destination") for found in lines}
+
+
+def test_a_password_that_the_database_refuses_is_not_repeated(kafka: Kafka, fencepost: Fencepost) -> None:
+    with PostgresServer("18") as server:
+        access = server.data / "pg_hba.conf"
+        access.write_text("host all locked 127.0.0.1/32 scram-sha-256\n" + access.read_text())
+        with psycopg.connect(server.dsn, autocommit=True) as conn:
+            conn.execute("CREATE ROLE locked LOGIN PASSWORD 'another'")
+            conn.execute("SELECT pg_reload_conf()")
+        destinations = [
+            {"name": "a", "kind": "kafka", "address": kafka.bootstrap, "routes": [{"match": "*", "to": kafka.topic()}]}
+        ]
+        variables = {"FENCEPOST_DESTINATIONS": json.dumps(destinations), "FENCEPOST_RELAY_PATIENCE": "1"}
+        base = f"127.0.0.1:{server.port}/postgres"
+
+        def refused() -> bool:
+            given = f"postgresql://locked:{PASSWORD}@{base}"
+            done = fencepost(None, "--verbose", "relay", "run", "--once", FENCEPOST_DATABASE=given, **variables)
+            return done.code == 3 and "password authentication failed" in done.err
+
+        wait_for(refused, 20, "the server to refuse the password")
+        right = fencepost(None, "relay", "check", FENCEPOST_DATABASE=f"postgresql://locked:another@{base}", **variables)
+        assert "ok    database " in right.out and "another" not in right.out + right.err
