@@ -41,10 +41,16 @@ class Stop(enum.Enum):
 
 
 class PostgresServer:
-    """A PostgreSQL of ours: stop and start keep data folder and port. `postgres` is superuser, trusted on loopback."""
+    """A PostgreSQL of ours: stop and start keep data folder and port. `postgres` is superuser, trusted on loopback.
 
-    def __init__(self, major: str, *, settings: Mapping[str, str] | None = None) -> None:
+    With `standby_of` it begins as a base backup of that running server and follows it until `promote`.
+    """
+
+    def __init__(
+        self, major: str, *, settings: Mapping[str, str] | None = None, standby_of: "PostgresServer | None" = None
+    ) -> None:
         self.major = major
+        self._primary = standby_of
         self.version = ""
         self._bin = binaries(major)
         self.port = places.free_port()
@@ -125,16 +131,41 @@ class PostgresServer:
         """SIGCONT to the postmaster."""
         self._process.resume()
 
+    def promote(self) -> None:
+        """Makes a standby a primary on a timeline of its own; returns when it takes writes. Raises Unavailable if not."""
+        run(
+            [str(self._bin / "pg_ctl"), "promote", "--wait", "--timeout=30", "-D", str(self.data)],
+            user=places.plain_user(),
+            env=_ENVIRONMENT,
+            cwd=self._folder,
+        )
+
     def close(self) -> None:
         """Stops the server and removes its data."""
         self.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _make(self) -> None:
+        if self._primary is not None:
+            self._copy(self._primary)
+            return
         run(
             [
                 *(str(self._bin / "initdb"), "-D", str(self.data), "-U", SUPERUSER, "-A", "trust"),
                 *("-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"),
+            ],
+            user=places.plain_user(),
+            env=_ENVIRONMENT,
+            cwd=self._folder,
+        )
+        with (self.data / "postgresql.conf").open("a") as file:
+            file.writelines(f"{name} = {value}\n" for name, value in self._settings.items())
+
+    def _copy(self, primary: "PostgresServer") -> None:
+        run(
+            [
+                *(str(self._bin / "pg_basebackup"), "--dbname", primary.dsn, "-D", str(self.data)),
+                *("--write-recovery-conf", "--wal-method=stream", "--checkpoint=fast", "--no-sync"),
             ],
             user=places.plain_user(),
             env=_ENVIRONMENT,

@@ -5,15 +5,19 @@ import os
 import signal
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from conformance.on_rabbitmq import OnRabbit
 from fencepost.relay import outbox
 from fencepost.schemas.event import Event
 from stack.places import free_port
 from support.command_line import PASSWORD, Fencepost, running
 from support.database import Database
+from support.health import ask
 from support.processes import wait_for
+from support.proxy import Proxy
 from support.services import Kafka, Rabbit
 
 ACK_WAITS = """SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'
@@ -186,3 +190,97 @@ def test_run_keeps_trying_while_the_broker_is_silent(database18: Database, tmp_p
         assert relay.alive
         assert relay.terminate() == 0
         assert PASSWORD not in relay.text
+
+
+def behind(proxy: Proxy, rabbitmq: Rabbit) -> str:
+    """RabbitMQ's address through the proxy."""
+    return rabbitmq.url.replace(f":{urlsplit(rabbitmq.url).port}", f":{proxy.port}")
+
+
+def test_signals_during_an_outage_of_the_broker_drain_within_the_deadline_or_leave_at_once_and_nothing_is_lost(
+    database18: Database, rabbitmq: Rabbit, tmp_path: Path
+) -> None:
+    on_rabbit = OnRabbit(rabbitmq)
+    route = on_rabbit.destination()
+    times = {"FENCEPOST_RELAY_CONFIRM": "2", "FENCEPOST_RELAY_DRAIN": "3", "FENCEPOST_RELAY_HEALTH_ADDRESS": "off"}
+    port = urlsplit(rabbitmq.url).port
+    assert port is not None
+    with Proxy(port) as proxy:
+        where = table("rabbitmq", behind(proxy, rabbitmq), route.to)
+        with running(database18, "relay", "run", folder=tmp_path, FENCEPOST_DESTINATIONS=where, **times) as relay:
+            tell(database18, 1, 2)
+            wait_for(lambda: number(database18, UNACKED) == 0, 30, "the control")
+            proxy.blackhole()
+            tell(database18, 3, 4)
+            relay.says("destination here waits", 30)
+            began = time.monotonic()
+            assert relay.terminate(30) == 0
+            assert time.monotonic() - began < 3 + 2 + 8
+            relay.start()
+            wait_for(lambda: relay.text.count("the relay runs") == 2, 30, "the relay to run again")
+            os.kill(relay.pid, signal.SIGTERM)
+            wait_for(lambda: relay.text.count("draining") == 2, 30, "the drain to begin")
+            if relay.alive:
+                os.kill(relay.pid, signal.SIGTERM)
+            assert relay.wait(5) in (0, 128 + signal.SIGTERM)
+            proxy.heal()
+            relay.start()
+            wait_for(lambda: number(database18, UNACKED) == 0, 60, "the rest to be published after a restart")
+            assert relay.terminate(30) == 0
+    found = [one.envelope.operation for one in on_rabbit.read(route, 4)]
+    assert set(found) == {"op-1", "op-2", "op-3", "op-4"}
+
+
+def test_run_serves_health_where_it_is_told_to(database18: Database, kafka: Kafka, tmp_path: Path) -> None:
+    port = free_port()
+    destinations = table("kafka", kafka.bootstrap, kafka.topic())
+    with running(
+        database18,
+        "relay",
+        "run",
+        folder=tmp_path,
+        FENCEPOST_DESTINATIONS=destinations,
+        FENCEPOST_RELAY_HEALTH_ADDRESS=f"127.0.0.1:{port}",
+    ) as relay:
+        relay.says("health is served")
+        wait_for(lambda: ask(port, "/readyz").status == 200, 40, "/readyz to say yes")
+        assert ask(port, "/livez").status == 200
+        assert "fencepost_relay_slots_held" in ask(port, "/metrics").text
+        assert relay.terminate() == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "field"),
+    [
+        ({"FENCEPOST_RELAY_HEALTH_ADDRESS": "0.0.0.0:8089"}, "relay.health_address"),
+        ({"FENCEPOST_RELAY_HEALTH_ADDRESS": "nowhere"}, "relay.health_address"),
+        ({"FENCEPOST_RELAY_STALLED": "20"}, "relay.stalled"),
+        ({"FENCEPOST_RELAY_AHEAD": "0"}, "FENCEPOST_RELAY_AHEAD"),
+        ({"FENCEPOST_DATABASE": f"postgresql://app:{PASSWORD}@db.example/app"}, "database"),
+    ],
+)
+def test_settings_of_the_sidecar_that_are_not_safe_are_refused(
+    database18: Database, kafka: Kafka, fencepost: Fencepost, variables: dict[str, str], field: str
+) -> None:
+    destinations = table("kafka", kafka.bootstrap, kafka.topic())
+    assert fencepost(database18, "relay", "check", FENCEPOST_DESTINATIONS=destinations).code == 0
+
+    done = fencepost(database18, "relay", "run", FENCEPOST_DESTINATIONS=destinations, **variables)
+
+    assert done.code == 2
+    assert f"[{field}]" in done.line
+
+
+def test_files_for_tls_that_cannot_be_used_are_refused_by_name(
+    database18: Database, rabbitmq: Rabbit, fencepost: Fencepost, tmp_path: Path
+) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    for options, field in (
+        ({"tls_ca": str(tmp_path / "ca.pem")}, "tls_ca"),
+        ({"tls_ca": str(tmp_path / "nowhere.pem")}, "tls_ca"),
+        ({"tls_key": str(tmp_path / "key.pem")}, "tls_certificate"),
+    ):
+        where = table("rabbitmq", "amqps://127.0.0.1/", "amq.topic", options=options)
+        done = fencepost(database18, "relay", "run", "--once", FENCEPOST_DESTINATIONS=where)
+        assert done.code == 2
+        assert f"[destinations.here.options.{field}]" in done.line

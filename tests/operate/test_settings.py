@@ -1,5 +1,6 @@
 """Settings: the environment wins, a wrong one is named, and no value is ever repeated."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ options = { "linger.ms" = 3 }
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("DATABASE", "STATE", "DESTINATIONS", "CONFIG", "RELAY_LEASE"):
-        monkeypatch.delenv(f"FENCEPOST_{name}", raising=False)
+    for name in [n for n in os.environ if n.startswith("FENCEPOST_")]:
+        monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -116,3 +117,65 @@ def test_missing_database_and_missing_file_say_what_to_do(monkeypatch: pytest.Mo
     assert "postgresql://" in refused("FENCEPOST_DATABASE")
     monkeypatch.setenv("FENCEPOST_CONFIG", "nowhere.toml")
     assert "nowhere.toml" in refused("FENCEPOST_CONFIG")
+
+
+def test_secret_files_are_read_below_the_environment_and_above_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "fencepost.toml").write_text(FILE)
+    secrets = folder / "secrets"
+    secrets.mkdir()
+    monkeypatch.setenv("FENCEPOST_SECRETS_DIR", str(secrets))
+    assert settings.load().dsn().endswith("@127.0.0.1:5432/app")
+
+    (secrets / "fencepost_database").write_text("postgresql://secret@127.0.0.1/db\n")
+    (secrets / "fencepost_relay_lease").write_text("25")
+    found = settings.load()
+    assert found.dsn() == "postgresql://secret@127.0.0.1/db"
+    assert found.relay.lease == 25
+
+    monkeypatch.setenv("FENCEPOST_DATABASE", "postgresql://environment@127.0.0.1/db")
+    assert settings.load().dsn() == "postgresql://environment@127.0.0.1/db"
+
+
+def test_address_and_options_of_a_destination_may_come_from_secret_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = FILE.replace('"127.0.0.1:9092"', '{ file = "address" }').replace(
+        '"linger.ms" = 3', '"sasl.password" = { file = "password" }'
+    )
+    (folder / "fencepost.toml").write_text(text)
+    (folder / "address").write_text("127.0.0.1:9092\n")
+    (folder / "password").write_text(SECRET + "\r\n")
+    monkeypatch.setenv("FENCEPOST_SECRETS_DIR", str(folder))
+    found = settings.load().destinations[0]
+    assert found.address.get_secret_value() == "127.0.0.1:9092"
+    assert found.options["sasl.password"].get_secret_value() == SECRET
+    assert SECRET not in repr(found)
+
+    (folder / "password").unlink()
+    assert "no secret file password" in refused("destinations[0]")
+    (folder / "fencepost.toml").write_text(text.replace('"password" }', '"../password" }'))
+    refused("destinations[0]")
+    monkeypatch.delenv("FENCEPOST_SECRETS_DIR")
+    assert "FENCEPOST_SECRETS_DIR" in refused("destinations[0]")
+
+
+def test_a_folder_of_secrets_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FENCEPOST_DATABASE", "postgresql://app@127.0.0.1/app")
+    assert settings.load().dsn()
+    monkeypatch.setenv("FENCEPOST_SECRETS_DIR", "nowhere")
+    refused("FENCEPOST_SECRETS_DIR")
+
+
+def test_a_database_elsewhere_must_be_verified_or_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = f"postgresql://app:{SECRET}@db.example/app"
+    monkeypatch.delenv("PGSSLMODE", raising=False)
+    monkeypatch.setenv("FENCEPOST_DATABASE", f"{far}?sslmode=verify-full")
+    assert settings.load().dsn()
+
+    monkeypatch.setenv("FENCEPOST_DATABASE", far)
+    assert "verify-full" in refused("database")
+    assert settings.load().dsn(insecure=True) == far
+    monkeypatch.setenv("FENCEPOST_INSECURE_DB", "true")
+    assert settings.load().dsn() == far

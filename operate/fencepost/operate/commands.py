@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from fencepost.operate import consumer, doctor, effects, jobs, migrate, relay, status, worker
+from fencepost.operate import consumer, doctor, effects, jobs, logs, migrate, relay, status, worker
+from fencepost.operate.logs import LogFormat
 from fencepost.operate.printing import say
 from fencepost.operate.refusals import RefusingGroup
 
@@ -49,14 +48,12 @@ def _version(asked: bool) -> None:
 @app.callback()
 def root(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more, on standard error.")] = False,
+    log_format: Annotated[
+        LogFormat | None, typer.Option("--log-format", help="json or text; text where a person is looking.")
+    ] = None,
     shown: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     """Transactional outbox, inbox and fenced jobs on PostgreSQL."""
-    logging.basicConfig(
-        stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING, force=True
-    )
-    logging.getLogger("fencepost").setLevel(logging.DEBUG if verbose else logging.INFO)
-    # The clients' own lines are about their connections; their silence is told by us, with the address.
-    logging.getLogger("fencepost.relay.kafka.client").setLevel(logging.INFO if verbose else logging.CRITICAL)
+    logs.configure(log_format, verbose=verbose)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, assert_never
@@ -20,14 +20,20 @@ from fencepost.operate.refusals import ExitCode, line_of
 from fencepost.schemas.connect import address, connect
 from fencepost.schemas.errors import Unreachable
 
-__all__ = ["doctor", "examine"]
+__all__ = ["doctor", "examine", "show"]
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Look at connection, contract, authority and settings; exit code 1 when something must be changed."""
     chosen = settings.load()
+    if show(examine(chosen.dsn(), chosen.state), as_json=as_json):
+        raise typer.Exit(int(ExitCode.REFUSED))
+
+
+def show(findings: Iterable[Finding], *, as_json: bool) -> int:
+    """Prints findings as they come, or all of them as JSON; returns how many failed."""
     found: list[Finding] = []
-    for finding in examine(chosen.dsn(), chosen.state):
+    for finding in findings:
         found.append(finding)
         if not as_json:
             _show(finding)
@@ -37,8 +43,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = F
         printing.as_json([asdict(f) for f in found])
     else:
         printing.say(f"{len(found)} checks, {failed} failed, {warned} with a warning")
-    if failed:
-        raise typer.Exit(int(ExitCode.REFUSED))
+    return failed
 
 
 def examine(dsn: str, state: Path) -> Iterator[Finding]:

@@ -1,18 +1,23 @@
-"""Settings from the environment (FENCEPOST_*) and `fencepost.toml`; the environment wins, and no value is ever shown.
+"""Settings from the environment (FENCEPOST_*), secret files and `fencepost.toml`, in this order; no value is ever shown.
 
     database = "postgresql://app@127.0.0.1:5432/app"    # FENCEPOST_DATABASE
     state = ".fencepost"                                # FENCEPOST_STATE, the folder of the file witness
 
     [relay]                                             # FENCEPOST_RELAY_LEASE and so on, seconds
     lease = 30
+    health_address = "127.0.0.1:8089"                   # or "off"
 
     [[destinations]]                                    # FENCEPOST_DESTINATIONS, the same as JSON
     name = "reports"
     kind = "kafka"
-    address = "127.0.0.1:9092"
+    address = "kafka.example:9093"
     routes = [{ match = "report.*", to = "reports" }]
+    options = { "security.protocol" = "SASL_SSL", "sasl.mechanism" = "SCRAM-SHA-512", "sasl.username" = "relay",
+                "sasl.password" = { file = "kafka_password" } }
 
-The file is `$FENCEPOST_CONFIG`, else `fencepost.toml` in the current folder, where there is one.
+The file is `$FENCEPOST_CONFIG`, else `fencepost.toml` in the current folder, where there is one. Secret files are in
+the folder `$FENCEPOST_SECRETS_DIR`: `fencepost_database` there is the same as FENCEPOST_DATABASE, and `{ file = "..." }`
+as an address or an option is the content of that file.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from fencepost.schemas.connect import checked_address
 from fencepost.schemas.errors import ConfigError
 
 __all__ = [
@@ -42,10 +48,13 @@ __all__ = [
 FILE = "fencepost.toml"
 PREFIX = "FENCEPOST_"
 RELAY_PREFIX = "FENCEPOST_RELAY_"
-# Read by compose/, by tests and by the choice of the file; not settings of a command.
-ELSEWHERE = frozenset({"FENCEPOST_CONFIG", "FENCEPOST_CACHE", "FENCEPOST_NO_STACK"})
+SECRETS = "FENCEPOST_SECRETS_DIR"
+SECRET_BYTES_MAX = 65_536
+# Read by compose/, by tests and by the choice of the files; not settings of a command.
+ELSEWHERE = frozenset({"FENCEPOST_CONFIG", SECRETS, "FENCEPOST_CACHE", "FENCEPOST_NO_STACK"})
 ELSEWHERE_PREFIX = "FENCEPOST_TEST_"
 
+HEALTH_ADDRESS = "127.0.0.1:8089"
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 S = TypeVar("S", bound=BaseSettings)
 
@@ -74,12 +83,16 @@ class DestinationSettings(_Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _options_as_text(cls, value: Any) -> Any:
-        """TOML has numbers and booleans; the clients' options are text."""
-        if isinstance(value, dict) and isinstance(options := cast(dict[str, Any], value).get("options"), dict):
-            texts = {str(k): _text(v) for k, v in cast(dict[str, Any], options).items()}
-            return {**cast(dict[str, Any], value), "options": texts}
-        return cast(Any, value)
+    def _as_text(cls, value: Any) -> Any:
+        """TOML has numbers and booleans; the clients' options are text. What is in a secret file is read here."""
+        if not isinstance(value, dict):
+            return value
+        given = dict(cast(dict[str, Any], value))
+        if "address" in given:
+            given["address"] = _secret(given["address"])
+        if isinstance(options := given.get("options"), dict):
+            given["options"] = {str(k): _text(_secret(v)) for k, v in cast(dict[str, Any], options).items()}
+        return given
 
 
 class _Sources(BaseSettings):
@@ -96,12 +109,16 @@ class _Sources(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment before what the file says."""
-        return env_settings, init_settings
+        """The environment before secret files before what the file says."""
+        return env_settings, file_secret_settings, init_settings
 
 
 class RelaySettings(_Sources):
-    """Times of the relay in seconds, and how long `relay run --once` and a first connection are patient."""
+    """Times of the relay in seconds, its limits, and how long `relay run --once` is patient.
+
+    `answer` bounds one statement, `stalled` the time without a step after which `/livez` says no; `health_exposed`
+    allows a health address off loopback.
+    """
 
     model_config = SettingsConfigDict(env_prefix=RELAY_PREFIX)
 
@@ -111,14 +128,20 @@ class RelaySettings(_Sources):
     poll_min: Seconds = 0.01
     poll_max: Seconds = 0.5
     drain: Seconds = 10.0
+    answer: Seconds = 15.0
+    stalled: Seconds = 60.0
     patience: Seconds = 15.0
     batch: int = Field(default=2000, ge=1, le=100_000)
+    ahead: int = Field(default=4, ge=1, le=64)
+    health_address: str = HEALTH_ADDRESS
+    health_exposed: bool = False
 
 
 class _General(_Sources):
     model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     database: SecretStr | None = None
+    insecure_db: bool = False
     state: Path = Path(".fencepost")
     destinations: tuple[DestinationSettings, ...] = ()
 
@@ -131,15 +154,20 @@ class Settings:
     state: Path
     destinations: tuple[DestinationSettings, ...]
     relay: RelaySettings
+    insecure_db: bool = False
 
-    def dsn(self) -> str:
-        """The database's connection string, for connecting and never for showing; ConfigError when it is not set."""
+    def dsn(self, *, insecure: bool = False) -> str:
+        """The database's connection string, for connecting and never for showing.
+
+        ConfigError when it is not set, or leads off this machine to a server that would not be verified, unless
+        `insecure` or the setting `insecure_db` allows that.
+        """
         found = "" if self.database is None else self.database.get_secret_value()
         if not found:
             raise ConfigError(
                 "no database is set", field="FENCEPOST_DATABASE", hint="example: postgresql://user@127.0.0.1:5432/name"
             )
-        return found
+        return checked_address(found, insecure=insecure or self.insecure_db)
 
 
 def load() -> Settings:
@@ -153,7 +181,7 @@ def load() -> Settings:
     names = [d.name for d in found.destinations]
     if len(set(names)) < len(names):
         raise ConfigError("two destinations have the same name", field="destinations", hint="rename one of them")
-    return Settings(found.database, found.state, found.destinations, times)
+    return Settings(found.database, found.state, found.destinations, times, found.insecure_db)
 
 
 def known_variables() -> frozenset[str]:
@@ -188,20 +216,21 @@ def _file() -> tuple[Path, dict[str, Any]]:
 
 
 def _checked(model: type[S], values: dict[str, Any], table: str, prefix: str) -> S:
-    make = cast(Any, partial(model, **values))
+    make = cast(Any, partial(model, _secrets_dir=_secrets_folder(), **values))
     try:
         return cast(S, make())
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise ConfigError(
-            _lower(first["msg"]), field=_field(first["loc"], table, prefix), hint="correct the setting"
+            _lower(first["msg"].removeprefix("Value error, ")),
+            field=_field(first["loc"], table, prefix),
+            hint="correct the setting",
         ) from None
     except SettingsError:
-        # A variable that must be JSON and is not; its text is not repeated.
-        broken = next((n for n in ("DESTINATIONS",) if os.environ.get(prefix + n)), "")
+        # The only setting that must be JSON; its text is not repeated.
         raise ConfigError(
-            "the variable is not JSON",
-            field=prefix + broken,
+            "the variable, or the secret file, is not JSON",
+            field=f"{PREFIX}DESTINATIONS",
             hint='example: [{"name": "reports", "kind": "kafka", "address": "127.0.0.1:9092",'
             ' "routes": [{"match": "*", "to": "reports"}]}]',
         ) from None
@@ -221,3 +250,36 @@ def _text(value: object) -> object:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else value
+
+
+def _secrets_folder() -> Path | None:
+    named = os.environ.get(SECRETS)
+    if not named:
+        return None
+    if not Path(named).is_dir():
+        raise ConfigError("there is no such folder", field=SECRETS, hint="create it or unset it")
+    return Path(named)
+
+
+def _secret(value: object) -> object:
+    """The value as given, or for `{ file = "name" }` what that secret file holds, without the line's end."""
+    if not isinstance(value, dict):
+        return value
+    given = cast(dict[str, object], value)
+    if set(given) != {"file"}:
+        return given
+    name = str(given["file"])
+    folder = _secrets_folder()
+    if folder is None:
+        raise ConfigError(f"the secret file {name} has no folder", field=SECRETS, hint="set it to the folder")
+    path = folder / name
+    if path.parent != folder or not path.is_file():
+        raise ConfigError(f"there is no secret file {name}", field=SECRETS, hint="a plain name in that folder")
+    try:
+        with path.open("rb") as file:
+            found = file.read(SECRET_BYTES_MAX + 1)
+        if len(found) > SECRET_BYTES_MAX:
+            raise ConfigError(f"the secret file {name} is too large", field=SECRETS)
+        return found.decode("utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"the secret file {name} cannot be read as UTF-8 text", field=SECRETS) from None

@@ -12,40 +12,16 @@ from psycopg import Connection
 from psycopg.rows import class_row
 
 from fencepost.operate import printing, settings
+from fencepost.relay.backlog import COUNT_MAX, backlog
 from fencepost.schemas.connect import connect
 
-__all__ = ["STATES", "Backlog", "State", "backlog", "relays", "states", "status"]
+__all__ = ["STATES", "State", "relays", "states", "status"]
 
-COUNT_MAX = 10_000
 ARMED: LiteralString = "SELECT fencepost.armed()"
 STATES: LiteralString = """
 SELECT axis, state, tenant, kind, reason, count, oldest, attempts,
        extract(epoch FROM clock_timestamp() - oldest)::float AS age_seconds
 FROM fencepost.status ORDER BY axis, state, tenant, kind, reason"""
-# Per slot: rows numbered above the acked tick's hint, and late rows below it; of a page under way only what comes after
-# its position. Each of them by an index, and never more than the limit.
-BACKLOG: LiteralString = """
-SELECT d.destination, d.kind, count(w.seq) AS waiting, count(w.seq) >= %(most)s AS more,
-       extract(epoch FROM clock_timestamp() - min(w.recorded_at))::float AS oldest_seconds
-FROM fencepost.destination AS d
-LEFT JOIN LATERAL (
-    SELECT o.seq, o.recorded_at
-    FROM fencepost.slot AS s
-    LEFT JOIN LATERAL (SELECT k.era, k.acked_tick, k.end_tick, k.position FROM fencepost.ack AS k
-                       WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a ON true
-    JOIN fencepost.tick AS t ON t.era = coalesce(a.era, d.start_era) AND t.n = coalesce(a.acked_tick, d.start_tick)
-    JOIN fencepost.tick AS e ON e.era = coalesce(a.era, d.start_era) AND e.n = coalesce(a.end_tick, d.start_tick)
-    CROSS JOIN LATERAL (
-        SELECT m.seq, m.recorded_at, m.xid FROM fencepost.outbox AS m WHERE m.slot = s.slot AND m.seq > t.hint
-        UNION ALL
-        SELECT l.seq, l.recorded_at, l.xid FROM fencepost.outbox AS l
-        WHERE l.slot = s.slot AND l.seq <= t.hint
-          AND (l.xid = ANY (t.snap_xip) OR l.xid >= t.snap_xmax AND l.xid < t.next)) AS o
-    WHERE s.destination = d.destination
-      AND NOT (o.seq <= coalesce(a.position, 0) AND pg_visible_in_snapshot(o.xid, e.snap))
-    LIMIT %(most)s) AS w ON true
-WHERE d.destination <> '-'
-GROUP BY d.destination, d.kind ORDER BY d.destination"""
 RELAYS: LiteralString = """
 SELECT r.destination, count(*) FROM fencepost.relay AS r WHERE r.lease_until > clock_timestamp() GROUP BY r.destination"""
 UNROUTED: LiteralString = """
@@ -68,30 +44,10 @@ class State:
     age_seconds: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """What a destination has not been sent yet; `more` when counting stopped at the limit."""
-
-    destination: str
-    kind: str
-    waiting: int
-    more: bool
-    oldest_seconds: float | None
-
-
 def states(conn: Connection[Any]) -> list[State]:
     """Every state with its count, oldest age and attempts; needs the reader role."""
     with conn.cursor(row_factory=class_row(State)) as cursor:
         return cursor.execute(STATES).fetchall()
-
-
-def backlog(conn: Connection[Any]) -> list[Backlog] | None:
-    """The unsent events of every destination; None for a login without the relay role."""
-    try:
-        with conn.cursor(row_factory=class_row(Backlog)) as cursor:
-            return cursor.execute(BACKLOG, {"most": COUNT_MAX}).fetchall()
-    except psycopg.errors.InsufficientPrivilege:
-        return None
 
 
 def relays(conn: Connection[Any]) -> dict[str, int] | None:

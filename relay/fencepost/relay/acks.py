@@ -11,6 +11,7 @@ from psycopg import Connection
 from fencepost.relay.delivery import Settled
 from fencepost.relay.pages import Part, Progress
 from fencepost.relay.parking import RetryPolicy
+from fencepost.relay.publisher import ParkReason
 from fencepost.relay.slots import SlotLease
 
 ACK: LiteralString = """
@@ -29,6 +30,7 @@ class Recorded:
     rows: int
     pages: int
     parked: int
+    reasons: tuple[ParkReason, ...] = ()
 
 
 def record(
@@ -92,4 +94,6 @@ def record(
         lease.held[slot].recorded = after.acked
     for p in parked if lease.holds_keys else ():
         lease.held[p.row.slot].keys.add((p.row.tenant, p.row.ordering_key))
-    return Recorded(len(moved), sum(1 for p in moved.values() if p.between_pages), len(parked))
+    return Recorded(
+        len(moved), sum(1 for p in moved.values() if p.between_pages), len(parked), tuple(p.reason for p in parked)
+    )

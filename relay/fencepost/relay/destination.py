@@ -10,7 +10,7 @@ from typing import Any, LiteralString
 from psycopg import Connection
 from psycopg.types.json import Jsonb
 
-from fencepost.relay.publisher import Outcome, Outgoing, Publisher, Route
+from fencepost.relay.publisher import Inspectable, Outcome, Outgoing, Publisher, Route
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 REGISTER: LiteralString = """
@@ -25,6 +25,11 @@ def source(conn: Connection[Any]) -> str:
     row = conn.execute(SOURCE).fetchone()
     assert row is not None
     return f"urn:fencepost:{row[0]}"
+
+
+def as_stored(routes: Sequence[Route]) -> list[dict[str, str]]:
+    """Routes as a destination row keeps them."""
+    return [{"match": r.match, "to": r.to, "routing_key": r.routing_key} for r in routes]
 
 
 def routes_from(stored: object) -> tuple[Route, ...]:
@@ -56,7 +61,7 @@ class Destination:
         self.name = name
         self.kind = kind
         self.routes = tuple(routes)
-        self._make = make
+        self.make = make
         self._accept = accept_routes
         self._made: Publisher | None = None
         self._cache: dict[str, Route | None] = {}
@@ -68,16 +73,21 @@ class Destination:
 
     def register(self, conn: Connection[Any]) -> None:
         """Makes the destination known to the database; raises `RoutesChanged` when it knows it with other routes."""
-        stored = [{"match": r.match, "to": r.to, "routing_key": r.routing_key} for r in self.routes]
         conn.execute(
-            REGISTER, {"destination": self.name, "kind": self.kind, "routes": Jsonb(stored), "accept": self._accept}
+            REGISTER,
+            {
+                "destination": self.name,
+                "kind": self.kind,
+                "routes": Jsonb(as_stored(self.routes)),
+                "accept": self._accept,
+            },
         )
 
     def open(self, conn: Connection[Any], deadline: float) -> None:
         """Registers and connects; raises `Unreachable` when the broker does not answer before the deadline."""
         self.register(conn)
         if self._made is None:
-            made = self._make(source(conn))
+            made = self.make(source(conn))
             made.open(deadline)
             self._made = made
 
@@ -85,6 +95,22 @@ class Destination:
         """The broker's client; `open` came first."""
         assert self._made is not None
         return self._made
+
+    @property
+    def opened(self) -> bool:
+        """Whether the broker has answered once."""
+        return self._made is not None
+
+    def answers(self, deadline: float) -> bool:
+        """Whether the broker answers a question now that sends nothing; False before `open`. From any thread."""
+        made = self._made
+        if not isinstance(made, Inspectable):
+            return made is not None
+        try:
+            made.inspect([self.routes[0].to], deadline)
+        except Unreachable:
+            return False
+        return True
 
     def close(self, deadline: float) -> None:
         """Leaves the broker."""

@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -40,7 +40,8 @@ class Pace:
     """Times of a relay, in seconds, and its limits.
 
     `lease` bounds how long a dead relay holds its slots; `confirm` how long one send may wait for the broker; `poll_min`
-    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop. `batch` events are
+    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop; `answer`
+    how long the database may take over one statement. `batch` events are
     read at once, `ahead` batches may wait for their confirms.
     """
 
@@ -50,6 +51,7 @@ class Pace:
     poll_min: float = 0.01
     poll_max: float = 0.5
     drain: float = 10.0
+    answer: float = 15.0
     batch: int = 2000
     ahead: int = 4
     retry: parking.RetryPolicy = field(default_factory=parking.RetryPolicy)
@@ -73,6 +75,7 @@ class Counters:
     pages: int = 0
     acks: int = 0
     lost_slots: int = 0
+    reasons: Counter[ParkReason] = field(default_factory=Counter[ParkReason])
     trouble: str = ""
 
 
@@ -92,6 +95,8 @@ class DestinationLoop:
     def __init__(self, dsn: str, destination: Destination | NoRoute, *, pace: Pace, stop: threading.Event) -> None:
         self.destination = destination
         self.counters = Counters()
+        # Monotonic time of the last step, whatever came of it: all that liveness looks at.
+        self.progressed_at = time.monotonic()
         self.owner: UUID = uuid4()
         self._dsn = dsn
         self._pace = pace
@@ -127,6 +132,7 @@ class DestinationLoop:
         self._patience = 3 * self._pace.confirm if once else None
         attempt = 0
         while not self._stop.is_set():
+            self.progressed_at = time.monotonic()
             try:
                 with self._connected() as (conn, worker, reading):
                     self.destination.open(conn, time.monotonic() + self._pace.confirm)
@@ -141,12 +147,27 @@ class DestinationLoop:
                 attempt += 1
                 self._stop.wait(pause * (0.5 + random.random() / 2))
 
+    @property
+    def leased(self) -> bool:
+        """Whether we take part in sharing the slots now; how many are ours depends on who else does."""
+        return self._lease.seconds_left() > 0
+
+    @property
+    def slots_held(self) -> int:
+        """How many slots are ours now."""
+        return len(self._lease.held)
+
+    @property
+    def in_flight(self) -> int:
+        """How many events were handed to the broker and have no recorded answer yet."""
+        return sum(len(flight.batch) for flight in list(self._flights))
+
     @contextlib.contextmanager
     def _connected(self) -> Generator[tuple[Connection[Any], ThreadPoolExecutor, Connection[Any]]]:
         """A connection for leases and acks, one for reading ahead, and the thread that reads."""
         with (
-            connect(self._dsn, autocommit=True) as conn,
-            connect(self._dsn, autocommit=True) as reading,
+            connect(self._dsn, autocommit=True, answer_within=self._pace.answer) as conn,
+            connect(self._dsn, autocommit=True, answer_within=self._pace.answer) as reading,
             ThreadPoolExecutor(1, thread_name_prefix=f"relay-{self.destination.name}-read") as worker,
         ):
             self._conn = conn
@@ -170,6 +191,7 @@ class DestinationLoop:
         slots = slot_count(conn) if once else 0
         others_until = time.monotonic() + self._pace.lease + self._pace.refresh
         while not self._stop.is_set():
+            self.progressed_at = time.monotonic()
             try:
                 self._renew(conn, reading)
                 self._hand_over(conn)
@@ -227,6 +249,7 @@ class DestinationLoop:
     def _keep(self) -> set[int]:
         """The slots still ours while a batch is under way; a slot that was lost and leased anew is not."""
         assert self._conn is not None
+        self.progressed_at = time.monotonic()
         under_way = {slot: held.generation for slot, held in self._lease.held.items()}
         self._renew(self._conn)
         return {s for s, held in self._lease.held.items() if under_way.get(s) == held.generation}
@@ -367,6 +390,7 @@ class DestinationLoop:
         self.counters.published += len(settled.confirmed)
         self.counters.resent += settled.resent
         self.counters.parked += recorded.parked
+        self.counters.reasons.update(recorded.reasons)
 
     # -- parked events -----------------------------------------------------------------------------------------------
 
@@ -406,7 +430,8 @@ class DestinationLoop:
         self.counters.trouble = what
         if what != self._said:
             self._said = what
-            log.warning("destination %s waits: %s", self.destination.name, what)
+            name = self.destination.name
+            log.warning("destination %s waits: %s", name, what, extra={"destination": name})
 
 
 def _looked_at(answers: Future[list[Outcome]]) -> None:

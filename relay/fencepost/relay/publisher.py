@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 from uuid import UUID
 
 
@@ -123,4 +123,23 @@ class Publisher(Protocol):
 
     def close(self, deadline: float) -> None:
         """Leave the broker; unanswered sends become unknown."""
+        ...
+
+
+class Place(NamedTuple):
+    """What a broker said of one topic or exchange; `reason` is set when nothing may be sent there."""
+
+    reason: ParkReason | None = None
+    max_bytes: int | None = None
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """A publisher that can ask its broker about topics or exchanges without sending anything. Optional."""
+
+    def inspect(self, names: Sequence[str], deadline: float) -> dict[str, Place]:
+        """What the broker says of each of them, or `Unreachable` when it does not answer before `deadline` (monotonic).
+
+        May be called from any thread once the publisher was opened; changes nothing at the broker.
+        """
         ...

@@ -20,7 +20,7 @@ from aio_pika import DeliveryMode, Message
 from aiormq import spec
 
 from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
-from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason
+from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
 from fencepost.schemas import amqp_binding
@@ -129,6 +129,20 @@ class RabbitPublisher:
             answers.answer(index, Outcome(Answer.WITHHELD, detail="the publisher is closed"))
         return answers.future
 
+    def inspect(self, names: Sequence[str], deadline: float) -> dict[str, Place]:
+        """Whether these exchanges exist, or `Unreachable`."""
+        loop = self._loop
+        if loop is None:
+            raise Unreachable("the publisher is closed", address=self._url, field="url")
+        asking = asyncio.run_coroutine_threadsafe(self._ask(names), loop)
+        try:
+            return asking.result(timeout=max(0.0, deadline - time.monotonic()))
+        except BROKEN as error:
+            asking.cancel()
+            raise Unreachable(
+                f"RabbitMQ does not answer: {type(error).__name__}", address=self._url, field="url"
+            ) from None
+
     def close(self, deadline: float) -> None:
         """Wait for confirms until `deadline`, then leave, in at most a few seconds; the rest becomes unknown."""
         with self._lock:
@@ -149,6 +163,18 @@ class RabbitPublisher:
             leaving.result(timeout=LEAVE_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=LEAVE_SECONDS)
+
+    async def _ask(self, names: Sequence[str]) -> dict[str, Place]:
+        found: dict[str, Place] = {}
+        for name in names:
+            try:
+                await self._link.require(name or "amq.direct")
+                found[name] = Place(None, self._max_bytes)
+            except NoSuchExchange:
+                found[name] = Place(ParkReason.NO_SUCH_EXCHANGE)
+            except aiormq.exceptions.ChannelAccessRefused:
+                found[name] = Place(ParkReason.NOT_AUTHORISED)
+        return found
 
     async def _end(self) -> None:
         for worker in list(self._workers):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fencepost.relay.destination import Destination, NoRoute
+from fencepost.relay.health import STALLED_SECONDS, HealthAddress, HealthServer, answering
 from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.readiness import LOOK_SECONDS, Watch
 from fencepost.schemas import arming
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
@@ -32,11 +35,22 @@ class Relay:
     """Publishes what is committed, in order per key, and records it afterwards; loses nothing at any crash.
 
     `state` is the folder of the file witness where this process should keep it (heartbeat, re-arming after a plain
-    restart); without it some other process must.
+    restart); without it some other process must. `health` serves `/livez`, `/readyz` and `/metrics` while it runs;
+    `look` (seconds) is how often readiness is looked at, `stalled` after which time without a step a loop is not alive;
+    without `health_required` an address that is taken is told and lived with.
     """
 
     def __init__(
-        self, dsn: str, destinations: Sequence[Destination], *, state: Path | None = None, pace: Pace | None = None
+        self,
+        dsn: str,
+        destinations: Sequence[Destination],
+        *,
+        state: Path | None = None,
+        pace: Pace | None = None,
+        health: HealthAddress | None = None,
+        look: float = LOOK_SECONDS,
+        stalled: float = STALLED_SECONDS,
+        health_required: bool = True,
     ) -> None:
         if not destinations:
             raise ConfigError(
@@ -50,6 +64,15 @@ class Relay:
         served: list[Destination | NoRoute] = [*self._destinations, NoRoute()]
         self.loops = [DestinationLoop(dsn, d, pace=self._pace, stop=self._stop) for d in served]
         self._failure: BaseException | None = None
+        self._watch = Watch(dsn, self.loops, self._stop, look=look)
+        answer = answering(self._watch, _metrics(self.loops, self._watch), stalled=stalled)
+        self._health_required = health_required
+        self._server = None if health is None else HealthServer(health, answer)
+
+    @property
+    def health_port(self) -> int:
+        """Where health is served while the relay runs; 0 when it is not."""
+        return 0 if self._server is None else self._server.port
 
     def stop(self) -> None:
         """Asks every loop to finish what it has sent and to leave; safe from a signal handler."""
@@ -57,6 +80,10 @@ class Relay:
 
     def run(self) -> Summary:
         """Runs until `stop`, then drains within `pace.drain` seconds; raises what ended a loop unexpectedly."""
+        with self._healthy():
+            return self._run()
+
+    def _run(self) -> Summary:
         keeper = self._keeper()
         threads = [
             threading.Thread(target=self._guarded, args=(loop,), name=f"relay-{loop.destination.name}", daemon=True)
@@ -65,12 +92,11 @@ class Relay:
         for thread in threads:
             thread.start()
         try:
+            while not self._stop.wait(0.2) and any(thread.is_alive() for thread in threads):
+                pass
+            until = time.monotonic() + self._pace.drain + self._pace.confirm
             for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)
-                    if self._stop.is_set():
-                        thread.join(self._pace.drain + self._pace.confirm)
-                        break
+                thread.join(max(0.0, until - time.monotonic()))
         finally:
             self._stop.set()
             self._close()
@@ -79,6 +105,30 @@ class Relay:
         if self._failure is not None:
             raise self._failure
         return self.summary()
+
+    @contextmanager
+    def _healthy(self) -> Generator[None]:
+        """Health is told from before the first connection until after the last ack."""
+        if self._server is None or not self._listening(self._server):
+            yield
+            return
+        self._watch.start()
+        try:
+            yield
+        finally:
+            self._watch.stop()
+            self._server.stop()
+
+    def _listening(self, server: HealthServer) -> bool:
+        try:
+            server.start()
+        except ConfigError as error:
+            if self._health_required:
+                raise
+            log.warning("no health is served: %s", error)
+            return False
+        log.info("health is served on port %d", server.port)
+        return True
 
     def run_once(self) -> Summary:
         """Publishes or parks everything committed before the call, then returns; raises when a service is unreachable.
@@ -129,3 +179,12 @@ class Relay:
         deadline = time.monotonic() + 2
         for destination in self._destinations:
             destination.close(deadline)
+
+
+def _metrics(loops: Sequence[DestinationLoop], watch: Watch) -> Callable[[], tuple[str, bytes]] | None:
+    """None without the extra `metrics`."""
+    try:
+        from fencepost.relay.metrics import RelayMetrics, exposition
+    except ModuleNotFoundError:
+        return None
+    return exposition(RelayMetrics(loops, watch))

@@ -23,6 +23,9 @@ ARM = """SELECT fencepost.arm(%(installation)s, %(seq)s, %(nonce)s, %(next_seq)s
 BEAT = """SELECT fencepost.beat(%(installation)s, %(seq)s, %(nonce)s, %(next_seq)s, %(next_nonce)s,
                                 %(system_identifier)s, %(timeline)s, %(database_oid)s)"""
 
+# `arm` itself waits at most five seconds for a lock.
+ANSWER_SECONDS = 15.0
+
 
 class Tip(NamedTuple):
     """The database's half of the witness."""
@@ -56,13 +59,13 @@ def arm(dsn: str, state: Path) -> Armed:
 
     Takes a transaction of its own; waits at most five seconds for those who use authority now.
     """
-    with connect(dsn, autocommit=True) as conn:
+    with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
         return _turn(conn, FileWitness(state), arming=True)
 
 
 def ensure_armed(dsn: str, state: Path) -> Armed:
     """Armed as it is, or armed by equality after a plain restart; else `WitnessMismatch`."""
-    with connect(dsn, autocommit=True) as conn:
+    with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
         tip = read_tip(conn)
         if tip.armed:
             return Armed(already=True, seq=tip.seq)
@@ -77,7 +80,7 @@ def beat(conn: Connection[tuple[object, ...]], witness: FileWitness) -> int:
 def create_witness(dsn: str, state: Path) -> None:
     """Begins the witness of a new installation at the tip of its database."""
     witness = FileWitness(state)
-    with connect(dsn, autocommit=True) as conn, witness.held():
+    with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn, witness.held():
         tip = read_tip(conn)
         here = Record(tip.installation, tip.system_identifier, tip.timeline, tip.database_oid, Mark(tip.seq, tip.nonce))
         witness.write(here)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import os
+import time
+from collections.abc import Generator
+from ipaddress import ip_address
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, Connection
@@ -11,7 +16,10 @@ from psycopg.conninfo import conninfo_to_dict
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 CONNECT_TIMEOUT_SECONDS = 5
-LOOPBACK = {"", "localhost", "127.0.0.1", "::1"}
+CANCEL_SECONDS = 1.0
+VERIFIED = "verify-full"
+
+Value = TypeVar("Value")
 
 _OPTIONS: dict[str, Any] = {
     # A pooler in transaction mode gives every transaction another session.
@@ -36,27 +44,109 @@ def address(dsn: str) -> str:
 
 
 def is_loopback(dsn: str) -> bool:
-    """True when every host of the connection string is this machine."""
-    host = str(conninfo_to_dict(dsn).get("host") or "")
-    return all(h in LOOPBACK or h.startswith("/") for h in host.split(","))
+    """True when every host of the connection string (else of PGHOSTADDR, PGHOST) is this machine."""
+    return all(_is_here(host) for host in _hosts(conninfo_to_dict(dsn)))
 
 
-def _kwargs(dsn: str) -> dict[str, Any]:
+def checked_address(dsn: str, *, insecure: bool) -> str:
+    """The connection string as given, or ConfigError: off this machine the server must be verified (sslmode=verify-full).
+
+    Anything less shows credentials and events to whoever answers in the server's place. `insecure` is for networks that
+    are protected otherwise.
+    """
+    parts = _parts(dsn)
+    mode = str(parts.get("sslmode") or os.environ.get("PGSSLMODE") or "prefer")
+    if insecure or mode == VERIFIED or all(_is_here(host) for host in _hosts(parts)):
+        return dsn
+    raise ConfigError(
+        f"the database is on another machine and sslmode is {mode}: the server would not be verified",
+        field="database",
+        hint="add sslmode=verify-full (and sslrootcert); FENCEPOST_INSECURE_DB=true where the network itself is protected",
+    )
+
+
+def _hosts(parts: dict[str, Any]) -> list[str]:
+    for found in (parts.get("hostaddr"), parts.get("host"), os.environ.get("PGHOSTADDR"), os.environ.get("PGHOST")):
+        if found:
+            return str(found).split(",")
+    return [""]
+
+
+def _is_here(host: str) -> bool:
+    bare = host.strip()
+    if bare in {"", "localhost"} or bare.startswith(("/", "@")):
+        return True
     try:
-        given = conninfo_to_dict(dsn)
+        return ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+def _parts(dsn: str) -> dict[str, Any]:
+    try:
+        return conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
         raise ConfigError(
             "the connection string cannot be read", field="database", hint="example: postgresql://user@host:5432/name"
         ) from None
+
+
+def _kwargs(dsn: str) -> dict[str, Any]:
+    given = _parts(dsn)
     return {k: v for k, v in _OPTIONS.items() if k not in given}
 
 
-def connect(dsn: str, *, autocommit: bool = False) -> Connection[tuple[Any, ...]]:
-    """A connection, or `Unreachable` with the address (no password) within `connect_timeout` seconds (default 5)."""
+class NoAnswer(psycopg.OperationalError):
+    """The server kept silent past our own deadline and the connection was closed; the outcome is as unknown as a cut's."""
+
+
+class Punctual(Connection[tuple[Any, ...]]):
+    """A connection whose every exchange with the server ends within `answer_within` seconds, if that is set.
+
+    Invariant: a peer that acknowledges every packet and answers nothing is left like one that is gone.
+    """
+
+    answer_within: float | None = None
+
+    def wait(self, gen: Generator[Any, Any, Value], *arguments: Any, **options: Any) -> Value:
+        """As in psycopg; raises `NoAnswer` at the deadline, after asking the server to cancel."""
+        if self.answer_within is None:
+            return super().wait(gen, *arguments, **options)
+        return super().wait(self._within(gen, self.answer_within), *arguments, **options)
+
+    def _within(self, gen: Generator[Any, Any, Value], seconds: float) -> Generator[Any, Any, Value]:
+        # psycopg resumes the generator several times a second, also when the socket has nothing.
+        until = time.monotonic() + seconds
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                wanted = gen.send(ready)
+                if time.monotonic() >= until:
+                    break
+        except StopIteration as done:
+            found: Value = done.value
+            return found
+        # What waits for a lock there would go on waiting; only a libpq that can give up asking is trusted with that.
+        if psycopg.capabilities.has_cancel_safe():
+            with contextlib.suppress(psycopg.Error):
+                self.cancel_safe(timeout=CANCEL_SECONDS)
+        self.close()
+        raise NoAnswer(f"PostgreSQL did not answer within {seconds:g} s")
+
+
+def connect(dsn: str, *, autocommit: bool = False, answer_within: float | None = None) -> Punctual:
+    """A connection, or `Unreachable` with the address (no password) within `connect_timeout` seconds (default 5).
+
+    `answer_within` (seconds) bounds every later exchange: `NoAnswer`, an OperationalError, and the connection is closed.
+    Leave it out where statements of the caller's own may rightly take long.
+    """
     try:
-        return Connection.connect(dsn, autocommit=autocommit, **_kwargs(dsn))
+        made = Punctual.connect(dsn, autocommit=autocommit, **_kwargs(dsn))
     except psycopg.OperationalError as error:
         raise _unreachable(dsn, error) from None
+    made.answer_within = answer_within
+    return made
 
 
 async def connect_async(dsn: str, *, autocommit: bool = False) -> AsyncConnection[tuple[Any, ...]]:

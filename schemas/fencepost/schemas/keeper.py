@@ -59,7 +59,7 @@ class Keeper:
         pause = BEAT_SECONDS / 4
         while not self._stopping.is_set():
             try:
-                with connect(self._dsn, autocommit=True) as conn:
+                with connect(self._dsn, autocommit=True, answer_within=arming.ANSWER_SECONDS) as conn:
                     pause = BEAT_SECONDS / 4
                     self._keep(conn)
             except (psycopg.Error, FencepostError, OSError) as error:
