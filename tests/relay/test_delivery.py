@@ -4,10 +4,18 @@ import threading
 
 from conformance.harness import event
 from fencepost.relay.delivery import Delivery
-from fencepost.relay.publisher import Answer, Outcome, Route
+from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Route
 from support.memory_broker import MemoryBroker
 
 ANYWHERE = Route("*", "anywhere")
+
+
+def _quiet(_: str) -> None:
+    """Says nothing."""
+
+
+def _nack(_: OutboxRow) -> Outcome:
+    return Outcome(Answer.NACKED)
 
 
 def delivery(broker: MemoryBroker, stop: threading.Event) -> Delivery:
@@ -18,7 +26,7 @@ def delivery(broker: MemoryBroker, stop: threading.Event) -> Delivery:
         keep=lambda: {0},
         stop=stop,
         drain_seconds=1,
-        on_trouble=lambda _: None,
+        on_trouble=_quiet,
     )
 
 
@@ -26,7 +34,7 @@ def test_a_broker_that_says_no_at_once_is_not_hammered_while_draining() -> None:
     stop = threading.Event()
     broker = MemoryBroker()
     assert not delivery(broker, stop).deliver([event(ANYWHERE, 1)]).unresolved  # the control
-    broker.verdict = lambda _: Outcome(Answer.NACKED)
+    broker.verdict = _nack
     broker.sends = 0
     stop.set()
 
