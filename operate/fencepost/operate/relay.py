@@ -10,7 +10,7 @@ import psycopg
 import typer
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from fencepost.operate import printing, settings
+from fencepost.operate import destinations, printing, settings
 from fencepost.operate.refusals import line_of
 from fencepost.operate.settings import DestinationSettings, Settings
 from fencepost.operate.signals import draining
@@ -23,11 +23,14 @@ from fencepost.relay.sidecar import Relay, Summary
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 app = typer.Typer(no_args_is_help=True, help="Publish committed events to the brokers.")
+app.add_typer(destinations.app, name="destinations")
 log = logging.getLogger("fencepost.relay")
 
 # Below the wait for the confirm, so that nothing can be delivered after the relay has given up on it.
 DELIVERY_SHARE = 0.8
 RABBIT_WINDOW = 500
+TOPIC_OPTIONS = ("partitions", "replication")
+TOPIC_NUMBER_MAX = 10_000
 RABBIT_OPTIONS = frozenset({"window", "max_message_bytes"})
 
 
@@ -51,10 +54,10 @@ def run(
     chosen = settings.load()
     dsn = chosen.dsn()
     pace = _pace(chosen)
-    destinations = [_maker(d, pace, accept_routes) for d in chosen.destinations]
+    makers = [_maker(d, pace, accept_routes) for d in chosen.destinations]
 
     def make() -> Relay:
-        return Relay(dsn, [d() for d in destinations], state=chosen.state, pace=pace)
+        return Relay(dsn, [make_one() for make_one in makers], state=chosen.state, pace=pace)
 
     summary = _once(make, chosen.relay.patience) if once else _run(make)
     printing.say(f"published {summary.published}, parked {summary.parked}, sent again {summary.resent}")
@@ -113,7 +116,9 @@ def _maker(d: DestinationSettings, pace: Pace, accept_routes: bool) -> Callable[
     """Checks what can be checked before anything connects; the destination itself is made for every attempt."""
     routes = [Route(r.match, r.to, r.routing_key) for r in d.routes]
     publisher = _publisher(d, pace)
-    return lambda: Destination(d.name, d.kind, routes, publisher, accept_routes=accept_routes)
+    return lambda: Destination(
+        d.name, d.kind, routes, publisher, accept_routes=accept_routes, on_refusal=d.on_refusal, declare=d.declare
+    )
 
 
 def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]:
@@ -123,12 +128,19 @@ def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]
     try:
         match d.kind:
             case "kafka":
+                topics = _topics(options, d.declare)
                 checked_options(address, options, insecure=d.insecure)
                 from fencepost.relay.kafka import KafkaPublisher
 
                 timeout = DELIVERY_SHARE * pace.confirm
                 return lambda source: KafkaPublisher(
-                    address, source=source, delivery_timeout=timeout, options=options, insecure=d.insecure
+                    address,
+                    source=source,
+                    delivery_timeout=timeout,
+                    options=options,
+                    insecure=d.insecure,
+                    partitions=topics.get("partitions"),
+                    replication=topics.get("replication"),
                 )
             case "rabbitmq":
                 checked_address(address, insecure=d.insecure)
@@ -150,6 +162,17 @@ def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]
             field=f"{place}.kind",
             hint=f"pip install 'fencepost[{d.kind}]'",
         ) from None
+
+
+def _topics(options: dict[str, str], declare: bool) -> dict[str, int]:
+    """Takes what new topics are made with out of the options; only for those who declare."""
+    found = {name: options.pop(name) for name in TOPIC_OPTIONS if name in options}
+    for name, value in found.items():
+        if not declare:
+            raise ConfigError("topics are not declared", field=f"options.{name}", hint="set declare = true")
+        if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= TOPIC_NUMBER_MAX:
+            raise ConfigError(f"not a whole number from 1 to {TOPIC_NUMBER_MAX}", field=f"options.{name}")
+    return {name: int(value) for name, value in found.items()}
 
 
 def _numbers(options: dict[str, str]) -> dict[str, int]:

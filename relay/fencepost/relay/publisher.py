@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 from uuid import UUID
 
 
@@ -123,4 +123,17 @@ class Publisher(Protocol):
 
     def close(self, deadline: float) -> None:
         """Leave the broker; unanswered sends become unknown."""
+        ...
+
+
+@runtime_checkable
+class Declarer(Protocol):
+    """A publisher that can make the topics or exchanges of its routes, for those who ask for it."""
+
+    def declare(self, routes: Sequence[Route], deadline: float) -> None:
+        """Makes what does not exist and leaves what does as it is; called after `open`.
+
+        Raises `Unreachable` when the broker does not answer before `deadline` (monotonic seconds), `ConfigError` when it
+        refuses.
+        """
         ...
