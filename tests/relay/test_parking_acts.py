@@ -366,3 +366,29 @@ def test_an_act_waits_for_an_ack_of_its_slot_and_sees_what_that_parked(database:
         ack.commit()
         thread.join(10)
     wait_for(done.is_set, 1, "the act")
+
+
+RENEWED: LiteralString = """
+SELECT bool_and(r.lease_until - interval '4 seconds' > (SELECT max(d.at) FROM fencepost.decision AS d))
+FROM fencepost.relay AS r"""
+
+
+def test_what_was_set_aside_and_is_not_recorded_yet_still_holds_its_key(database: Database) -> None:
+    broker = MemoryBroker(Picky("k-1"))
+    accepted(database, "k-1", key="k")
+    with relaying(database, destination(broker)), database.connect(autocommit=True) as conn:
+        until(conn, "SELECT count(*) = 1 FROM fencepost.parked")
+        broker.answering.clear()
+        with database.connect() as writer:  # one page: k-2 is set aside behind k-1, and that cannot be recorded yet
+            accept(writer, "k-2", key="k")
+            accept(writer, "x")
+        arrived(broker.operations, 1)
+        act(conn, SKIP, "k-1")
+        until(conn, RENEWED)
+        with database.connect() as writer:
+            accept(writer, "k-3", key="k")
+            accept(writer, "y")
+        arrived(broker.operations, 2)
+        broker.answering.set()
+        until(conn, NONE)
+        assert [o for o in arrived(broker.operations, 4) if o.startswith("k")] == ["k-2", "k-3"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from dataclasses import replace
 from typing import LiteralString
 
 import pytest
@@ -156,6 +157,22 @@ def test_a_relay_with_the_old_routes_ends_once_others_are_accepted(database: Dat
     accepted(database, "b")
     relay_once(database, destination(other, routes=[TAKES]))
     assert (broker.operations(), other.operations()) == (["a"], ["b"])
+
+
+def test_routes_are_read_again_for_every_page_and_not_only_now_and_then(database: Database) -> None:
+    broker = MemoryBroker()
+    relay_once(database, destination(broker, routes=[TAKES]))
+    slow = replace(BRISK, lease=90.0, refresh=60.0)
+    with relaying(database, NoRoute(), pace=slow), database.connect(autocommit=True) as conn:
+        until(conn, "SELECT count(*) = 16 FROM fencepost.slot WHERE destination = '-' AND owner IS NOT NULL")
+        changed(broker, ELSE).register(conn)
+        accepted(database, "a")
+        until(conn, "SELECT count(*) = 1 FROM fencepost.parked")
+        changed(broker, ELSE, TAKES).register(conn)
+        accepted(database, "b")
+        others(database, "c")
+        relay_once(database, destination(broker, routes=[ELSE, TAKES]))
+    assert broker.operations() == ["b", "c"] and parked(database) == [("-", "a", "no_route")]
 
 
 def test_routes_may_change_while_events_are_accepted_and_every_one_is_published_or_parked(database18: Database) -> None:
