@@ -217,6 +217,23 @@ def test_an_event_parked_where_its_route_was_removed_stays_until_a_route_comes_b
         assert broker.operations() == ["b"] and value(conn, NONE)
 
 
+def test_a_destination_that_answers_for_an_event_gets_no_second_copy_of_it(database: Database) -> None:
+    one, two = MemoryBroker(), MemoryBroker()
+    relay_once(database, destination(one, "one", [TAKES]))
+    relay_once(database, destination(two, "two", [TAKES]))
+    accepted(database, "a")
+    relay_once(database, Destination("one", "kafka", [ELSE], lambda _: one, accept_routes=True))
+    with database.connect(autocommit=True) as conn:
+        assert conn.execute(PARKED).fetchall() == [("one", "a", "no_route")]
+        with pytest.raises(InvalidInput) as refused:
+            act(conn, RETRY, "a", at="one")
+        assert refused.value.field == "type"
+        relay_once(database, destination(two, "two", [TAKES]))
+        assert two.operations() == ["a"]
+        act(conn, SKIP, "a", at="one")
+        assert value(conn, NONE)
+
+
 def test_due_events_whose_route_has_gone_keep_nothing_else_waiting(database: Database) -> None:
     """More of them than are looked at together: they become no_route, and what has a route is tried."""
     broken = threading.Event()

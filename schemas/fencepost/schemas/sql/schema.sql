@@ -1880,8 +1880,8 @@ END $$;
 -- Operators' acts on parked events. None of them publishes: the slot's owner does, in the order of the key.
 -- Locks: the slots concerned, by destination, so that acts and acks of a slot come one after the other.
 
--- Marks a parked event due. One without a route moves to every destination that has one now, to its place in the order
--- of its key there; refused while there is none. Returns due, or moved with the destinations.
+-- Marks a parked event due. One without a route moves to every destination that has one now and does not answer for it
+-- anyway, to its place in the order of its key there; refused while there is none. Returns due, or moved with the destinations.
 CREATE OR REPLACE FUNCTION fencepost.retry_parked(
     p_destination text, p_seq bigint, p_actor text, p_reason text, OUT verdict text, OUT destinations text[])
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -1903,10 +1903,15 @@ BEGIN
             WHERE EXISTS (SELECT FROM fencepost.route AS r
                           WHERE r.destination = d.destination AND r.until IS NULL
                             AND fencepost._matches(r.match, v_parked.type))
+              AND (d.destination = p_destination
+                   -- One that answers for the event publishes or parks it by itself.
+                   OR NOT EXISTS (SELECT FROM fencepost.route AS r
+                                  WHERE r.destination = d.destination AND fencepost._matches(r.match, v_parked.type)
+                                    AND p_seq > r.since AND (r.until IS NULL OR p_seq <= r.until)))
             FOR KEY SHARE OF d) AS f;
         IF destinations = '{}' THEN
             PERFORM fencepost._refuse('ZF003', 'no destination has a route for ' || v_parked.type, 'type',
-                'add a route, start a relay with --accept-routes, then retry; or skip the event');
+                'add a route, start a relay with --accept-routes, then retry; or skip it: where it had a route, it is sent anyway');
         ELSIF p_destination = ANY (destinations) THEN
             destinations := ARRAY[p_destination];
         ELSE
