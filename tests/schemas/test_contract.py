@@ -16,6 +16,7 @@ import fencepost.operate
 import fencepost.relay
 import fencepost.schemas
 from fencepost.schemas import grants, migrate
+from fencepost.schemas.errors import InvalidInput
 from support.database import Database
 
 NAMED = re.compile(r"%\((\w+)\)s")
@@ -185,3 +186,23 @@ def test_what_others_act_upon_commits_durably_even_where_the_session_does_not(da
             )
             assert conn.execute("SHOW synchronous_commit").fetchone() == ("on",)
         assert conn.execute("SHOW synchronous_commit").fetchone() == ("off",)
+
+
+def test_operators_decide_about_parked_events_and_destinations_and_relays_do_not(separated: Database) -> None:
+    acts = (
+        "SELECT fencepost.retry_parked('d', 1, 'ann', 'why')",
+        "SELECT fencepost.skip_parked('d', 1, 'ann', 'why')",
+        "SELECT fencepost.remove_destination('d', 'ann', 'why')",
+    )
+    with separated.connect(autocommit=True) as conn:
+        for act in acts:
+            with pytest.raises(InvalidInput):  # allowed, and there is nothing of that name
+                _as(conn, "reconciler", act)
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                _as(conn, "relay", act)
+        for table in ("parked", "route", "destination", "slot"):
+            _as(conn, "relay", f"SELECT count(*) FROM fencepost.{table}")
+        for table in ("parked", "route", "destination", "relay", "decision"):
+            _as(conn, "reconciler", f"SELECT count(*) FROM fencepost.{table}")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            _as(conn, "reader", "SELECT payload FROM fencepost.parked")

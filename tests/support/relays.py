@@ -35,6 +35,10 @@ class Changed(Event, type="relay.changed", version=1):
     note: str = ""
 
 
+class Other(Event, type="other.thing", version=1):
+    """An event of another type."""
+
+
 def accept(
     conn: psycopg.Connection[Any], *operations: str, key: str = "", tenant: str = "acme", serialize: bool = False
 ) -> None:
@@ -137,6 +141,7 @@ __all__ = [
     "BRISK",
     "EVERYTHING",
     "Changed",
+    "Other",
     "Settled",
     "accept",
     "accepted",

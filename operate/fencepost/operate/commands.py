@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fencepost.operate import consumer, doctor, effects, jobs, logs, migrate, relay, status, worker
+from fencepost.operate import consumer, doctor, effects, jobs, logs, migrate, parked, relay, status, worker
 from fencepost.operate.logs import LogFormat
 from fencepost.operate.printing import say
 from fencepost.operate.refusals import RefusingGroup
@@ -37,6 +37,7 @@ app.add_typer(consumer.app, name="consumer")
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(parked.app, name="parked")
 
 
 def _version(asked: bool) -> None:

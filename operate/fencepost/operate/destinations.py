@@ -19,6 +19,8 @@ __all__ = ["maker", "pace_of"]
 # Below the wait for the confirm, so that nothing can be delivered after the relay has given up on it.
 DELIVERY_SHARE = 0.8
 RABBIT_WINDOW = 500
+TOPIC_OPTIONS = ("partitions", "replication")
+TOPIC_NUMBER_MAX = 10_000
 RABBIT_NUMBERS = frozenset({"window", "max_message_bytes"})
 RABBIT_TLS = frozenset({"tls_ca", "tls_certificate", "tls_key"})
 RABBIT_OPTIONS = RABBIT_NUMBERS | RABBIT_TLS
@@ -54,7 +56,9 @@ def maker(d: DestinationSettings, pace: Pace, accept_routes: bool) -> Callable[[
     """Checks what can be checked before anything connects; the destination itself is made for every attempt."""
     routes = [Route(r.match, r.to, r.routing_key) for r in d.routes]
     publisher = _publisher(d, pace)
-    return lambda: Destination(d.name, d.kind, routes, publisher, accept_routes=accept_routes)
+    return lambda: Destination(
+        d.name, d.kind, routes, publisher, accept_routes=accept_routes, on_refusal=d.on_refusal, declare=d.declare
+    )
 
 
 def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]:
@@ -64,12 +68,19 @@ def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]
     try:
         match d.kind:
             case "kafka":
+                topics = _topics(options, d.declare)
                 checked_options(address, options, insecure=d.insecure)
                 from fencepost.relay.kafka import KafkaPublisher
 
                 timeout = DELIVERY_SHARE * pace.confirm
                 return lambda source: KafkaPublisher(
-                    address, source=source, delivery_timeout=timeout, options=options, insecure=d.insecure
+                    address,
+                    source=source,
+                    delivery_timeout=timeout,
+                    options=options,
+                    insecure=d.insecure,
+                    partitions=topics.get("partitions"),
+                    replication=topics.get("replication"),
                 )
             case "rabbitmq":
                 checked_address(address, insecure=d.insecure)
@@ -97,6 +108,17 @@ def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]
             field=f"{place}.kind",
             hint=f"pip install 'fencepost[{d.kind}]'",
         ) from None
+
+
+def _topics(options: dict[str, str], declare: bool) -> dict[str, int]:
+    """Takes what new topics are made with out of the options; only for those who declare."""
+    found = {name: options.pop(name) for name in TOPIC_OPTIONS if name in options}
+    for name, value in found.items():
+        if not declare:
+            raise ConfigError("topics are not declared", field=f"options.{name}", hint="set declare = true")
+        if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= TOPIC_NUMBER_MAX:
+            raise ConfigError(f"not a whole number from 1 to {TOPIC_NUMBER_MAX}", field=f"options.{name}")
+    return {name: int(value) for name, value in found.items()}
 
 
 def _numbers(options: dict[str, str]) -> dict[str, int]:

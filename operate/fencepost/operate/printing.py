@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["age", "as_json", "is_terminal", "record", "say", "table"]
+__all__ = ["age", "as_json", "is_terminal", "json_line", "record", "say", "table"]
 
 
 def is_terminal() -> bool:
@@ -29,6 +29,11 @@ def say(line: str) -> None:
 def as_json(value: object) -> None:
     """One JSON document on standard output; times in RFC 3339, durations in seconds."""
     say(json.dumps(value, default=_plain, ensure_ascii=False, indent=2 if is_terminal() else None))
+
+
+def json_line(value: object) -> str:
+    """One JSON document without a line break in it."""
+    return json.dumps(value, default=_plain, ensure_ascii=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str) -> None:

@@ -10,7 +10,7 @@ import psycopg
 import typer
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from fencepost.operate import printing, settings
+from fencepost.operate import printing, routing, settings
 from fencepost.operate.destinations import maker, pace_of
 from fencepost.operate.doctor import show
 from fencepost.operate.refusals import ExitCode, line_of
@@ -22,6 +22,7 @@ from fencepost.relay.sidecar import Relay, Summary
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 app = typer.Typer(no_args_is_help=True, help="Publish committed events to the brokers.")
+app.add_typer(routing.app, name="destinations")
 log = logging.getLogger("fencepost.relay")
 
 OFF = "off"

@@ -72,7 +72,11 @@ class RouteSettings(_Table):
 
 
 class DestinationSettings(_Table):
-    """One broker and the routes that lead to it; address and options may hold credentials and are never shown."""
+    """One broker and the routes that lead to it; address and options may hold credentials and are never shown.
+
+    `on_refusal`: whether a refused event holds its key back ("block") or lets it pass. `declare`: make missing topics (with
+    the options `partitions` and `replication`) or exchanges (durable, of type topic) at the start.
+    """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")
     kind: Literal["kafka", "rabbitmq"]
@@ -80,6 +84,8 @@ class DestinationSettings(_Table):
     routes: tuple[RouteSettings, ...] = Field(min_length=1)
     options: dict[str, SecretStr] = Field(default_factory=dict)
     insecure: bool = False
+    on_refusal: Literal["block", "pass"] = "block"
+    declare: bool = False
 
     @model_validator(mode="before")
     @classmethod

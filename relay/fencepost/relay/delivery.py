@@ -32,7 +32,10 @@ class Settled:
 
 
 class Delivery:
-    """Publishes batches through one publisher and never takes silence for success."""
+    """Publishes batches through one publisher and never takes silence for success.
+
+    With `block` later events of a refused one's key are set aside behind it, without it they go on.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Delivery:
         stop: threading.Event,
         drain_seconds: float,
         on_trouble: Callable[[str], None],
+        block: bool = True,
     ) -> None:
         self._publisher = publisher
         self._confirm_seconds = confirm_seconds
@@ -52,6 +56,7 @@ class Delivery:
         self._stop = stop
         self._drain_seconds = drain_seconds
         self._on_trouble = on_trouble
+        self._block = block
 
     def send(self, batch: Sequence[Outgoing]) -> Future[list[Outcome]]:
         """Hands a batch to the broker; its answers are there after `confirm_seconds` at the latest."""
@@ -141,7 +146,7 @@ class Delivery:
             case Answer.REFUSED:
                 assert outcome.reason is not None
                 settled.parked.append(Parking(row, outcome.reason, outcome.detail))
-                if not behind:
+                if self._block and not behind:
                     blocked[key] = len(settled.parked) - 1
                 return True
             case Answer.WITHHELD if behind:

@@ -16,7 +16,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from fencepost.relay.answers import OVERTAKEN, Answers, Key, StoppedKeys, key_of
 from fencepost.relay.kafka_options import checked_options
 from fencepost.relay.kafka_topics import Topics
-from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place
+from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place, Route
 from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
 from fencepost.schemas.kafka_binding import Header, encoder
 from fencepost.schemas.kafka_binding import key as kafka_key
@@ -66,8 +66,8 @@ class KafkaPublisher:
     `source`: CloudEvents source of the installation. `delivery_timeout` (seconds): librdkafka's message timeout; a send
     whose deadline is nearer is withheld, so that nothing can be delivered after the caller has given up the lease.
     `metadata_refresh` (seconds): how long the existence of a topic is believed. `max_queued`: events in the local queue;
-    beyond it `send` waits. `options`: see `kafka_options.ALLOWED`; ConfigError for anything else. Topics are never
-    created. The record's timestamp is the time of sending, since retention would otherwise delete a backlog at once;
+    beyond it `send` waits. `options`: see `kafka_options.ALLOWED`; ConfigError for anything else. Topics are only ever
+    created by `declare`, with `partitions` and `replication` (default: the broker's). The record's timestamp is the time of sending, since retention would otherwise delete a backlog at once;
     the time of the event is the header `ce_time`.
 
     Blame: Kafka refuses whole batches as too large. If an event that fits was in such a batch, it is nacked and batches
@@ -85,6 +85,8 @@ class KafkaPublisher:
         max_queued: int = 50_000,
         options: Mapping[str, str] | None = None,
         insecure: bool = False,
+        partitions: int | None = None,
+        replication: int | None = None,
     ) -> None:
         if delivery_timeout <= 0:
             raise ConfigError("the delivery timeout must be positive", field="delivery_timeout", hint="seconds")
@@ -100,6 +102,8 @@ class KafkaPublisher:
         self._encode = encoder(source)
         self._topics = Topics({"bootstrap.servers": bootstrap, **self._options}, metadata_refresh)
         self._asked = Topics({"bootstrap.servers": bootstrap, **self._options}, metadata_refresh)
+        self._partitions = partitions
+        self._replication = replication
         self._handing = threading.Lock()
         self._marking = threading.Lock()
         self._stopped = StoppedKeys()
@@ -134,6 +138,15 @@ class KafkaPublisher:
         self._accepting = True
         self._server = threading.Thread(target=self._serve, name="fencepost-kafka", daemon=True)
         self._server.start()
+
+    def declare(self, routes: Sequence[Route], deadline: float) -> None:
+        """Creates the topics that are missing and leaves the others as they are.
+
+        Raises `Unreachable` when the broker does not answer before `deadline` (monotonic seconds), ConfigError when it
+        refuses.
+        """
+        names = sorted({route.to for route in routes})
+        self._topics.create(names, self._partitions, self._replication, deadline)
 
     def send(self, batch: Sequence[Outgoing], deadline: float) -> Future[list[Outcome]]:
         """One outcome per event at `deadline` (monotonic seconds) at the latest.

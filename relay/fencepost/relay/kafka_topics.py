@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -13,16 +13,32 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # the package
     AdminClient,
     ConfigEntry,  # pyright: ignore[reportPrivateImportUsage]
     ConfigResource,  # pyright: ignore[reportPrivateImportUsage]
+    NewTopic,  # pyright: ignore[reportPrivateImportUsage]
     ResourceType,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from fencepost.relay.publisher import ParkReason
+from fencepost.schemas.errors import ConfigError, Unreachable
 
 ASK_SECONDS = 2.0
 LIMIT_SECONDS = 0.5
 RECHECK_MISSING_SECONDS = 1.0
 SECOND_LOOK_SECONDS = 0.2
 TOPICS_MAX = 10_000
+BROKERS_OWN = -1
+
+_NOT_NOW = frozenset(
+    {
+        KafkaError._TIMED_OUT,  # pyright: ignore[reportPrivateUsage]
+        KafkaError._TRANSPORT,  # pyright: ignore[reportPrivateUsage]
+        KafkaError._ALL_BROKERS_DOWN,  # pyright: ignore[reportPrivateUsage]
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError.NOT_CONTROLLER,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.NETWORK_EXCEPTION,
+    }
+)
+"""Answers that another attempt may change."""
 
 
 class _TopicMetadata(Protocol):
@@ -40,6 +56,10 @@ class _Admin(Protocol):
         self, resources: list[ConfigResource], *, request_timeout: float
     ) -> dict[ConfigResource, Future[dict[str, ConfigEntry]]]: ...
 
+    def create_topics(
+        self, new_topics: list[NewTopic], *, operation_timeout: float, request_timeout: float
+    ) -> dict[str, Future[None]]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Topic:
@@ -51,7 +71,7 @@ class Topic:
 
 
 class Topics:
-    """Looks topics up without ever creating one, and remembers the answer for `refresh` seconds.
+    """Looks topics up, without creating one by that, and remembers the answer for `refresh` seconds.
 
     A topic that is missing or forbidden is asked for twice before it is refused, and again at the latest a second later.
     """
@@ -90,6 +110,35 @@ class Topics:
         """The next use asks the broker again."""
         self._known.pop(name, None)
 
+    def create(self, names: Sequence[str], partitions: int | None, replication: int | None, deadline: float) -> None:
+        """Creates the topics that are missing, with the broker's own numbers where none are given; see `Declarer`."""
+        new = [NewTopic(n, partitions or BROKERS_OWN, replication or BROKERS_OWN) for n in names]
+        wait = max(0.1, deadline - time.monotonic())
+        created = self._administrator().create_topics(new, operation_timeout=wait, request_timeout=wait)
+        for name, done in created.items():
+            try:
+                done.result(max(0.1, deadline - time.monotonic()))
+            except (KafkaException, TimeoutError) as error:
+                code = cast(KafkaError, error.args[0]) if isinstance(error, KafkaException) else None
+                if code is not None and code.code() == KafkaError.TOPIC_ALREADY_EXISTS:
+                    continue
+                if code is None or code.code() in _NOT_NOW:
+                    raise Unreachable(
+                        f"Kafka did not create topic {name} in time",
+                        address=self._configuration["bootstrap.servers"],
+                        field="declare",
+                    ) from None
+                raise ConfigError(
+                    f"Kafka refuses to create topic {name}: {code.name()}",
+                    field="declare",
+                    hint="create it yourself and set declare to false, or correct name, partitions and replication",
+                ) from None
+
+    def _administrator(self) -> _Admin:
+        if self._admin is None:
+            self._admin = cast(_Admin, AdminClient({"log_level": 0, **self._configuration}))
+        return self._admin
+
     def _ask(self, producer: Producer, name: str, until: float) -> ParkReason | None:
         wait = max(0.05, min(ASK_SECONDS, until - time.monotonic()))
         found = cast(_ClusterMetadata, producer.list_topics(name, timeout=wait)).topics.get(name)
@@ -109,14 +158,12 @@ class Topics:
         """`max.message.bytes`, if this login may read it; a broker that once did not answer is not waited for again."""
         if not self._limits_told:
             return None
-        if self._admin is None:
-            self._admin = cast(_Admin, AdminClient({"log_level": 0, **self._configuration}))
         wait = min(LIMIT_SECONDS, until - time.monotonic())
         if wait <= 0:
             return None
         resource = ConfigResource(ResourceType.TOPIC, name)
         try:
-            answers = self._admin.describe_configs([resource], request_timeout=ASK_SECONDS)
+            answers = self._administrator().describe_configs([resource], request_timeout=ASK_SECONDS)
             entry = next(iter(answers.values())).result(wait).get("max.message.bytes")
         except TimeoutError:
             self._limits_told = False

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +111,7 @@ class DestinationLoop:
         self._patience: float | None = None
         self._until: tuple[int, int] | None = None
         self._retry_at = 0.0
+        self._routed: tuple[int, int] | None = None
         self._conn: Connection[Any] | None = None
         self._delivery = Delivery(
             destination.publisher,
@@ -120,6 +121,7 @@ class DestinationLoop:
             stop=stop,
             drain_seconds=pace.drain,
             on_trouble=self._trouble,
+            block=destination.blocks,
         )
 
     def run(self, *, once: bool = False) -> None:
@@ -228,11 +230,11 @@ class DestinationLoop:
         if now >= self._refresh_at:
             self._refresh_at = now + self._pace.refresh
             era = self._lease.era
-            fresh, surplus = self._lease.refresh(conn)
+            _, surplus = self._lease.refresh(conn)
             self._leaving = set(surplus)
             if reading is not None and (self._reader is None or era != self._lease.era):
                 self._reader = PageReader(reading, self._lease.era, rows_per_slot=self._rows_per_slot())
-            self._load_keys(conn, fresh)
+            self._load_keys(conn)
             self.destination.reload(conn)
 
     def _hand_over(self, conn: Connection[Any]) -> None:
@@ -254,10 +256,18 @@ class DestinationLoop:
         self._renew(self._conn)
         return {s for s, held in self._lease.held.items() if under_way.get(s) == held.generation}
 
-    def _load_keys(self, conn: Connection[Any], slots: set[int]) -> None:
-        if slots and self._lease.holds_keys:
-            for slot, keys in parking.held_keys(conn, self.destination.name, sorted(slots)).items():
-                self._lease.held[slot].keys = keys
+    def _load_keys(self, conn: Connection[Any], changed: Container[int] = ()) -> None:
+        """Looks again which keys wait, in slots that are new to us, that we `changed`, and where an operator acted."""
+        if not self._lease.holds_keys or not self._lease.held:
+            return
+        known = {slot: -1 if slot in changed else held.acts for slot, held in self._lease.held.items()}
+        for slot, (acts, keys) in parking.held_keys(conn, self.destination.name, known).items():
+            held = self._lease.held[slot]
+            held.acts = acts
+            # Invariant: what was set aside and is not recorded yet still holds its key; nothing of it is sent meanwhile.
+            held.keys = keys.union(
+                (p.row.tenant, p.row.ordering_key) for f in self._flights for p in f.aside if p.row.slot == slot
+            )
 
     def _start_over(self) -> None:
         """Forgets what was read and sent but not recorded; the recorded progress tells where to go on."""
@@ -291,6 +301,10 @@ class DestinationLoop:
         if era != self._lease.era:
             self._refresh_at = 0.0
             return False
+        if newest and (era, newest) != self._routed:
+            # Invariant: routes are read after the end tick of the page that they are applied to.
+            self.destination.reload(conn)
+            self._routed = era, newest
         for h in held.values():
             if h.read.between_pages:
                 h.read.end = max(h.read.acked, newest)
@@ -321,11 +335,14 @@ class DestinationLoop:
             held = self._lease.held[part.slot]
             held.read = part.after.copy()
             for row in part.rows:
+                if not self.destination.answers_for(row.type, row.seq):
+                    continue
                 route = self.destination.route(row.type)
                 if route is None:
-                    if self.destination.parks(row.type):
-                        aside.append(parking.Parking(row, ParkReason.NO_ROUTE))
-                elif held.keys and (row.tenant, row.ordering_key) in held.keys:
+                    aside.append(parking.Parking(row, ParkReason.NO_ROUTE))
+                    if self.destination.blocks:
+                        held.keys.add((row.tenant, row.ordering_key))
+                elif held.keys and self.destination.blocks and (row.tenant, row.ordering_key) in held.keys:
                     aside.append(parking.Parking(row, ParkReason.BEHIND))
                 else:
                     batch.append(Outgoing(row, route))
@@ -395,18 +412,21 @@ class DestinationLoop:
     # -- parked events -----------------------------------------------------------------------------------------------
 
     def _retry_parked(self, conn: Connection[Any]) -> bool:
-        """Publishes parked events whose time has come, one of each key, in the key's order."""
+        """Publishes parked events whose time has come, in the order of their keys; where keys wait, one of each."""
         slots = [s for s, held in self._lease.held.items() if held.keys]
         if not slots or time.monotonic() < self._retry_at:
             return False
         self._retry_at = time.monotonic() + RETRY_LOOK_SECONDS
-        items = parking.due(conn, self.destination.name, slots)
-        sent = [(item, route) for item in items if (route := self.destination.route(item.row.type)) is not None]
-        if not sent:
+        items = parking.due(conn, self.destination.name, slots, each=not self.destination.blocks)
+        if not items:
             return False
-        settled = self._delivery.deliver([Outgoing(item.row, route) for item, route in sent], patience=self._patience)
+        routed = [(item.row, self.destination.route(item.row.type)) for item in items]
+        batch = [Outgoing(row, route) for row, route in routed if route is not None]
+        settled = self._delivery.deliver(batch, patience=self._patience)
         refused = {p.row.seq: (p.reason, p.detail) for p in settled.parked}
-        known = [item for item, _ in sent if item.row.seq in settled.confirmed or item.row.seq in refused]
+        # Their route went since they were parked: an operator decides, nothing else is kept waiting by them.
+        refused |= {row.seq: (ParkReason.NO_ROUTE, "") for row, route in routed if route is None}
+        known = [item for item in items if item.row.seq in settled.confirmed or item.row.seq in refused]
         for item in known:
             generation = self._lease.generation(item.row.slot)
             if generation is None:
@@ -421,7 +441,7 @@ class DestinationLoop:
                 policy=self._pace.retry,
             )
         self.counters.published += len(settled.confirmed)
-        self._load_keys(conn, {i.row.slot for i in known} & self._lease.held.keys())
+        self._load_keys(conn, {i.row.slot for i in known})
         if known:
             self._retry_at = 0.0
         return bool(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, LiteralString
@@ -11,19 +12,28 @@ from psycopg import Connection
 
 from fencepost.relay.publisher import OutboxRow, ParkReason
 
+# Only of slots where an operator has acted since: whatever else changes a slot's parked events is its owner's own doing.
 KEYS: LiteralString = """
-SELECT DISTINCT k.slot, k.tenant, k.ordering_key FROM fencepost.parked AS k
-WHERE k.destination = %(destination)s AND k.slot = ANY (%(slots)s)"""
+SELECT s.slot, s.acts, k.tenant, k.ordering_key
+FROM unnest(%(slots)s::integer[], %(acts)s::bigint[]) AS u (slot, acts)
+JOIN fencepost.slot AS s ON s.destination = %(destination)s AND s.slot = u.slot AND s.acts <> u.acts
+LEFT JOIN LATERAL (SELECT DISTINCT p.tenant, p.ordering_key FROM fencepost.parked AS p
+                   WHERE p.destination = s.destination AND p.slot = s.slot) AS k ON true"""
+# now() and not clock_timestamp(), which no index could be asked for.
 DUE: LiteralString = """
-SELECT h.slot, h.seq, h.event_id, h.tenant, h.operation, h.type, h.version, h.epoch, h.ordering_key, h.digest, h.recorded_at,
-       h.content_type, h.attributes::text, h.payload, h.reference, h.attempts
-FROM (SELECT DISTINCT ON (k.slot, k.tenant, k.ordering_key) k.* FROM fencepost.parked AS k
-      WHERE k.destination = %(destination)s AND k.slot = ANY (%(slots)s)
-      ORDER BY k.slot, k.tenant, k.ordering_key, k.seq) AS h
-WHERE h.next_try_at <= clock_timestamp() ORDER BY h.next_try_at LIMIT 100"""
+SELECT k.slot, k.seq, k.event_id, k.tenant, k.operation, k.type, k.version, k.epoch, k.ordering_key, k.digest, k.recorded_at,
+       k.content_type, k.attributes::text, k.payload, k.reference, k.attempts
+FROM fencepost.parked AS k
+WHERE k.destination = %(destination)s AND k.slot = ANY (%(slots)s) AND k.next_try_at <= now()
+  AND (%(each)s OR NOT EXISTS (SELECT FROM fencepost.parked AS e
+                               WHERE e.destination = k.destination AND e.slot = k.slot AND e.tenant = k.tenant
+                                 AND e.ordering_key = k.ordering_key AND e.seq < k.seq))
+ORDER BY k.next_try_at, k.seq LIMIT %(most)s"""
 RETRIED: LiteralString = """
 SELECT fencepost.retried(%(destination)s, %(owner)s, %(slot)s, %(generation)s, %(tenant)s, %(ordering_key)s, %(seq)s,
     %(published)s, %(reason)s, %(detail)s, %(retry)s)"""
+
+DUE_AT_ONCE = 100
 
 # What may mend itself (a binding, a topic, a permission appears) is tried again; the rest waits for an operator.
 MENDABLE = frozenset(
@@ -43,7 +53,7 @@ class Parking:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The first parked event of a key, whose time has come."""
+    """A parked event whose time has come; where keys wait, the first of its key."""
 
     row: OutboxRow
     attempts: int
@@ -63,19 +73,25 @@ class RetryPolicy:
         return timedelta(seconds=min(self.cap, self.base * 2 ** min(attempts - 1, 16)))
 
 
-def held_keys(conn: Connection[Any], destination: str, slots: list[int]) -> dict[int, set[tuple[str, str]]]:
-    """The keys that parked events hold back, by slot."""
-    found: dict[int, set[tuple[str, str]]] = {s: set() for s in slots}
-    for slot, tenant, key in conn.execute(KEYS, {"destination": destination, "slots": slots}):
-        found[slot].add((tenant, key))
+def held_keys(
+    conn: Connection[Any], destination: str, known: Mapping[int, int]
+) -> dict[int, tuple[int, set[tuple[str, str]]]]:
+    """The keys that parked events hold back, of every slot where operators acted since `known` (slot to acts)."""
+    found: dict[int, tuple[int, set[tuple[str, str]]]] = {}
+    values = {"destination": destination, "slots": list(known), "acts": list(known.values())}
+    for slot, acts, tenant, key in conn.execute(KEYS, values):
+        keys = found.setdefault(slot, (acts, set()))[1]
+        if tenant is not None:
+            keys.add((tenant, key))
     return found
 
 
-def due(conn: Connection[Any], destination: str, slots: list[int]) -> list[Due]:
-    """Heads of held keys that may be tried again now; at most one per key."""
+def due(conn: Connection[Any], destination: str, slots: list[int], *, each: bool = False) -> list[Due]:
+    """What may be tried again now, in the order of the sequence: heads of keys, or with `each` every event on its own."""
     with conn.cursor(binary=True) as cursor:
-        cursor.execute(DUE, {"destination": destination, "slots": slots})
-        return [Due(OutboxRow._make(r[:-1]), r[-1]) for r in cursor.fetchall()]
+        cursor.execute(DUE, {"destination": destination, "slots": slots, "each": each, "most": DUE_AT_ONCE})
+        found = [Due(OutboxRow._make(r[:-1]), r[-1]) for r in cursor.fetchall()]
+    return sorted(found, key=lambda item: item.row.seq)
 
 
 def record_retry(

@@ -143,3 +143,16 @@ class Inspectable(Protocol):
         May be called from any thread once the publisher was opened; changes nothing at the broker.
         """
         ...
+
+
+@runtime_checkable
+class Declarer(Protocol):
+    """A publisher that can make the topics or exchanges of its routes, for those who ask for it."""
+
+    def declare(self, routes: Sequence[Route], deadline: float) -> None:
+        """Makes what does not exist and leaves what does as it is; called after `open`.
+
+        Raises `Unreachable` when the broker does not answer before `deadline` (monotonic seconds), `ConfigError` when it
+        refuses.
+        """
+        ...

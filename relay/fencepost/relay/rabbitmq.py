@@ -20,7 +20,7 @@ from aio_pika import DeliveryMode, Message
 from aiormq import spec
 
 from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
-from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place
+from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place, Route
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
 from fencepost.schemas import amqp_binding
@@ -111,6 +111,31 @@ class RabbitPublisher:
                 f"RabbitMQ does not answer: {type(error).__name__}", address=self._url, field="url"
             ) from None
         self._accepting = True
+
+    def declare(self, routes: Sequence[Route], deadline: float) -> None:
+        """Declares the exchanges that are missing, durable and of type topic, and leaves the others as they are.
+
+        Raises `Unreachable` when the broker does not answer before `deadline` (monotonic seconds), ConfigError when it
+        refuses.
+        """
+        for name in sorted({route.to for route in routes}):
+            assert self._loop is not None
+            declaring = asyncio.run_coroutine_threadsafe(self._link.declare(name), self._loop)
+            try:
+                declaring.result(timeout=max(0.0, deadline - time.monotonic()))
+            except (aiormq.exceptions.ChannelAccessRefused, aiormq.exceptions.ChannelPreconditionFailed) as error:
+                raise ConfigError(
+                    f"RabbitMQ refuses to declare exchange {name}: {type(error).__name__}",
+                    field="declare",
+                    hint="declare it yourself and set declare to false, or grant the right to configure it",
+                ) from None
+            except BROKEN as error:
+                declaring.cancel()
+                raise Unreachable(
+                    f"RabbitMQ did not declare exchange {name}: {type(error).__name__}",
+                    address=self._url,
+                    field="declare",
+                ) from None
 
     def send(self, batch: Sequence[Outgoing], deadline: float) -> Future[list[Outcome]]:
         """One outcome per event at `deadline` (monotonic seconds) at the latest; returns at once.

@@ -156,6 +156,20 @@ class Link:
             if not channel.is_closed:
                 await channel.close()
 
+    async def declare(self, name: str) -> None:
+        """Makes one exchange, durable and of type topic, unless there is one of that name."""
+        with contextlib.suppress(NoSuchExchange):
+            await self.require(name)
+            return
+        connection = await self.connection()
+        channel = connection.channel(publisher_confirms=False)
+        await channel.initialize(timeout=CHANNEL_SECONDS)
+        try:
+            await channel.declare_exchange(name, aio_pika.ExchangeType.TOPIC, durable=True)
+        finally:
+            if not channel.is_closed:
+                await channel.close()
+
     def forget(self, name: str) -> None:
         """The next use of this exchange asks the broker again."""
         line = self._lines.get(name)

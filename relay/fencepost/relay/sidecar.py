@@ -61,6 +61,8 @@ class Relay:
         self._pace = pace or Pace()
         self._stop = threading.Event()
         self._destinations = list(destinations)
+        for destination in self._destinations:
+            destination.served_with = tuple(d for d in self._destinations if d is not destination)
         served: list[Destination | NoRoute] = [*self._destinations, NoRoute()]
         self.loops = [DestinationLoop(dsn, d, pace=self._pace, stop=self._stop) for d in served]
         self._failure: BaseException | None = None

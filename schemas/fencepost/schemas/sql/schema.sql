@@ -438,6 +438,41 @@ CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, e
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', 'd32eaaef8ddf54855716dd0c5f7ab3185d4d6561e23f3c39cc7b1db2c39412d6');
 
+-- 0005_routing.sql
+-- Routing and parking: which events each destination answers for, what a refusal does to its key, and operators' acts.
+
+ALTER TABLE fencepost.destination
+    ADD COLUMN on_refusal text NOT NULL DEFAULT 'block' CHECK (on_refusal IN ('block', 'pass'));
+DROP FUNCTION IF EXISTS fencepost.register_destination(text, text, jsonb, boolean);
+
+-- Invariant: a destination answers for the events whose type matches and whose number is in (since, until]; for ever, so
+-- that a change of routes never drops what was accepted before it. What nobody answers for is the reserved `-`'s.
+CREATE TABLE fencepost.route (
+    destination text NOT NULL REFERENCES fencepost.destination,
+    match       text NOT NULL,
+    since       bigint NOT NULL CHECK (since >= 0),
+    until       bigint CHECK (until > since),
+    PRIMARY KEY (destination, match, since)
+);
+INSERT INTO fencepost.route (destination, match, since)
+SELECT DISTINCT d.destination, r ->> 'match', t.hint
+FROM fencepost.destination AS d
+JOIN fencepost.tick AS t ON t.era = d.start_era AND t.n = d.start_tick
+CROSS JOIN LATERAL jsonb_array_elements(d.routes) AS r;
+
+-- Advanced whenever an operator changes parked events of a slot: its owner then looks again which keys wait.
+ALTER TABLE fencepost.slot ADD COLUMN acts bigint NOT NULL DEFAULT 0;
+
+CREATE INDEX parked_due ON fencepost.parked (destination, next_try_at) WHERE next_try_at IS NOT NULL;
+CREATE UNIQUE INDEX parked_seq ON fencepost.parked (destination, seq);
+
+ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
+ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
+    'reconcile', 'cancel', 'requeue', 'routes', 'retry_parked', 'skip_parked', 'remove_destination'));
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0005_routing.sql', '0e7f345b89553d57f90986ca89336d3fc53b249500ee5c3d31c8c7612cea9d38');
+
 SET check_function_bodies = off;
 
 -- authority/arm.sql
@@ -1686,6 +1721,15 @@ BEGIN
         IF v_count <> cardinality(p_park_seqs) THEN
             PERFORM fencepost._refuse('ZF003', 'a parked event is not in the outbox', 'park_seqs', NULL);
         END IF;
+        -- What its relay set aside behind an event that is no longer there (skipped meanwhile, or a later number of a key
+        -- whose writers did not take turns) waits for nothing.
+        UPDATE fencepost.parked AS k SET next_try_at = clock_timestamp()
+        FROM unnest(p_park_slots, p_park_seqs) AS u (slot, seq)
+        WHERE k.destination = p_destination AND k.slot = u.slot AND k.seq = u.seq AND k.reason = 'behind'
+          AND (NOT EXISTS (SELECT FROM fencepost.parked AS e
+                           WHERE e.destination = k.destination AND e.slot = k.slot AND e.tenant = k.tenant
+                             AND e.ordering_key = k.ordering_key AND e.seq < k.seq)
+               OR 'pass' = (SELECT d.on_refusal FROM fencepost.destination AS d WHERE d.destination = p_destination));
     END IF;
 END $$;
 
@@ -1717,15 +1761,19 @@ END $$;
 
 
 -- relay/destination.sql
--- Registers a destination, or confirms that it still has the routes it was registered with (else ZF041).
--- The first destination of an installation starts at the very first event, a later one at the newest tick;
--- the reserved destination `-` finds the types that no destination has a route for.
+-- Registers a destination, or confirms that it still is as it was registered (else ZF041): kind, routes, and what a
+-- refusal does to its key. The first destination of an installation starts at the very first event, and so do those that
+-- are registered before anything was published; a later one starts at the newest tick. The reserved destination `-` finds
+-- the types that no destination has a route for.
 CREATE OR REPLACE FUNCTION fencepost.register_destination(
-    p_destination text, p_kind text, p_routes jsonb, p_accept_routes boolean DEFAULT false)
+    p_destination text, p_kind text, p_routes jsonb, p_accept_routes boolean DEFAULT false, p_on_refusal text DEFAULT 'block')
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_digest bytea := sha256(convert_to(p_routes::text, 'UTF8'));
     v_stored fencepost.destination;
+    v_matches text[];
+    v_first boolean;
+    v_early boolean;
     v_name text;
 BEGIN
     PERFORM fencepost._enter();
@@ -1733,35 +1781,90 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'destination is not a lower-case name of at most 41 characters', 'destination', NULL);
     ELSIF p_kind IS NULL OR p_kind NOT IN ('kafka', 'rabbitmq') THEN
         PERFORM fencepost._refuse('ZF003', 'kind is neither kafka nor rabbitmq', 'kind', NULL);
-    ELSIF jsonb_typeof(p_routes) <> 'array' OR jsonb_array_length(p_routes) = 0 THEN
+    ELSIF p_on_refusal IS NULL OR p_on_refusal NOT IN ('block', 'pass') THEN
+        PERFORM fencepost._refuse('ZF003', 'on_refusal is neither block nor pass', 'on_refusal', NULL);
+    ELSIF jsonb_typeof(p_routes) IS DISTINCT FROM 'array' OR jsonb_array_length(p_routes) = 0 THEN
         PERFORM fencepost._refuse('ZF003', 'routes are empty', 'routes', 'give at least one route');
+    END IF;
+    SELECT array_agg(r ->> 'match') INTO v_matches FROM jsonb_array_elements(p_routes) AS r;
+    IF array_position(v_matches, NULL) IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'a route has no match', 'routes', 'give a type, a prefix ending in .* or *');
     END IF;
     LOCK TABLE fencepost.destination IN SHARE ROW EXCLUSIVE MODE;
     SELECT * INTO v_stored FROM fencepost.destination AS d WHERE d.destination = p_destination;
     IF FOUND THEN
-        IF v_stored.routes_digest = v_digest AND v_stored.kind = p_kind THEN
+        IF v_stored.routes_digest = v_digest AND v_stored.kind = p_kind AND v_stored.on_refusal = p_on_refusal THEN
             RETURN;
         ELSIF NOT p_accept_routes THEN
-            PERFORM fencepost._refuse('ZF041', 'the destination was registered with other routes', 'routes',
+            PERFORM fencepost._refuse('ZF041', 'the destination was registered with other routes',
+                CASE WHEN v_stored.routes_digest = v_digest AND v_stored.kind = p_kind THEN 'on_refusal' ELSE 'routes' END,
                 'start one relay with --accept-routes once every relay has the new settings');
         END IF;
-        UPDATE fencepost.destination AS d SET kind = p_kind, routes = p_routes, routes_digest = v_digest
+        UPDATE fencepost.destination AS d
+        SET kind = p_kind, routes = p_routes, routes_digest = v_digest, on_refusal = p_on_refusal
         WHERE d.destination = p_destination;
+        PERFORM fencepost._span_routes(p_destination, v_matches, false);
+        -- Where keys no longer wait, nothing is left to wait for.
+        -- Locks: the slots, so that an ack of a relay with the old settings comes before this or knows of it.
+        PERFORM FROM fencepost.slot AS s WHERE s.destination = p_destination ORDER BY s.slot FOR NO KEY UPDATE;
+        UPDATE fencepost.parked AS k SET next_try_at = clock_timestamp()
+        WHERE k.destination = p_destination AND k.reason = 'behind' AND p_on_refusal = 'pass';
         INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict)
         VALUES (gen_random_uuid(), 'routes', session_user, 'accept routes', p_destination, encode(v_digest, 'hex'));
         RETURN;
     END IF;
-    FOREACH v_name IN ARRAY CASE WHEN EXISTS (SELECT FROM fencepost.destination) THEN ARRAY[p_destination]
-                                 ELSE ARRAY['-', p_destination] END LOOP
-        INSERT INTO fencepost.destination (destination, kind, routes, routes_digest, start_era, start_tick)
+    LOCK TABLE fencepost.tick_gate IN EXCLUSIVE MODE;
+    v_first := NOT EXISTS (SELECT FROM fencepost.destination);
+    v_early := v_first OR NOT EXISTS (SELECT FROM fencepost.tick AS t WHERE t.era > 1 OR t.n > 0);
+    FOREACH v_name IN ARRAY CASE WHEN v_first THEN ARRAY['-', p_destination] ELSE ARRAY[p_destination] END LOOP
+        INSERT INTO fencepost.destination (destination, kind, routes, routes_digest, on_refusal, start_era, start_tick)
         SELECT v_name, CASE v_name WHEN '-' THEN 'none' ELSE p_kind END,
                CASE v_name WHEN '-' THEN '[]' ELSE p_routes END,
-               CASE v_name WHEN '-' THEN sha256('') ELSE v_digest END, t.era,
-               CASE WHEN EXISTS (SELECT FROM fencepost.destination AS d WHERE d.destination <> '-') THEN t.n ELSE 0 END
+               CASE v_name WHEN '-' THEN sha256('') ELSE v_digest END,
+               CASE v_name WHEN '-' THEN 'block' ELSE p_on_refusal END, t.era,
+               CASE WHEN v_early THEN 0 ELSE t.n END
         FROM fencepost.tick AS t ORDER BY t.era DESC, t.n DESC LIMIT 1;
         INSERT INTO fencepost.slot (destination, slot)
         SELECT v_name, s FROM fencepost.installation AS i, generate_series(0, i.slots - 1) AS s;
     END LOOP;
+    PERFORM fencepost._span_routes(p_destination, v_matches, v_early);
+END $$;
+
+-- Takes a destination away with its progress, on an operator's word. Refused while a relay serves it, and while it has
+-- unsent or parked events, unless losing them is said aloud. What nobody has looked at yet becomes `-`'s business.
+CREATE OR REPLACE FUNCTION fencepost.remove_destination(
+    p_destination text, p_actor text, p_reason text, p_lose boolean DEFAULT false, OUT unsent bigint, OUT parked bigint)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_most CONSTANT bigint := 1000000;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    LOCK TABLE fencepost.destination IN SHARE ROW EXCLUSIVE MODE;
+    LOCK TABLE fencepost.tick_gate IN EXCLUSIVE MODE;
+    PERFORM FROM fencepost.destination AS d WHERE d.destination = p_destination AND d.destination <> '-' FOR UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such destination', 'destination', 'see: fencepost relay destinations');
+    ELSIF EXISTS (SELECT FROM fencepost.relay AS r WHERE r.destination = p_destination AND r.lease_until > clock_timestamp()) THEN
+        PERFORM fencepost._refuse('ZF003', 'a relay serves this destination', 'destination',
+            'take it out of the settings of every relay, stop those relays, then remove it');
+    END IF;
+    unsent := fencepost._unsent(p_destination, v_most);
+    SELECT count(*) INTO parked FROM fencepost.parked AS k WHERE k.destination = p_destination;
+    IF unsent + parked > 0 AND p_lose IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF003', unsent || ' events are unsent and ' || parked || ' are parked', 'lose',
+            'let a relay finish first, or lose them: --yes-lose');
+    END IF;
+    DELETE FROM fencepost.parked AS k WHERE k.destination = p_destination;
+    DELETE FROM fencepost.ack AS k WHERE k.destination = p_destination;
+    DELETE FROM fencepost.relay AS r WHERE r.destination = p_destination;
+    DELETE FROM fencepost.slot AS s WHERE s.destination = p_destination;
+    DELETE FROM fencepost.route AS r WHERE r.destination = p_destination;
+    DELETE FROM fencepost.destination AS d WHERE d.destination = p_destination;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict, evidence_ref)
+    VALUES (gen_random_uuid(), 'remove_destination', p_actor, p_reason, p_destination, 'removed',
+            'unsent ' || unsent || ', parked ' || parked);
 END $$;
 
 
@@ -1784,6 +1887,171 @@ BEGIN
     WHERE late.seq <= v_start.hint AND pg_visible_in_snapshot(late.xid, v_end.snap)
     GROUP BY late.slot;
 END $$;
+
+
+-- relay/parked.sql
+-- Operators' acts on parked events. None of them publishes: the slot's owner does, in the order of the key.
+-- Locks: the slots concerned, by destination, so that acts and acks of a slot come one after the other.
+
+-- Marks a parked event due. One without a route moves to every destination that has one now and does not answer for it
+-- anyway, to its place in the order of its key there; refused while there is none. Returns due, or moved with the destinations.
+CREATE OR REPLACE FUNCTION fencepost.retry_parked(
+    p_destination text, p_seq bigint, p_actor text, p_reason text, OUT verdict text, OUT destinations text[])
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_parked fencepost.parked;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    SELECT k.* INTO v_parked FROM fencepost.parked AS k WHERE k.destination = p_destination AND k.seq = p_seq;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such parked event', 'seq', 'see: fencepost parked list');
+    END IF;
+    destinations := ARRAY[p_destination];
+    verdict := 'due';
+    IF v_parked.reason = 'no_route' THEN
+        SELECT coalesce(array_agg(f.destination ORDER BY f.destination), '{}') INTO destinations FROM (
+            SELECT d.destination FROM fencepost.destination AS d
+            WHERE EXISTS (SELECT FROM fencepost.route AS r
+                          WHERE r.destination = d.destination AND r.until IS NULL
+                            AND fencepost._matches(r.match, v_parked.type))
+              AND (d.destination = p_destination
+                   -- One that answers for the event publishes or parks it by itself.
+                   OR NOT EXISTS (SELECT FROM fencepost.route AS r
+                                  WHERE r.destination = d.destination AND fencepost._matches(r.match, v_parked.type)
+                                    AND p_seq > r.since AND (r.until IS NULL OR p_seq <= r.until)))
+            FOR KEY SHARE OF d) AS f;
+        IF destinations = '{}' THEN
+            PERFORM fencepost._refuse('ZF003', 'no destination has a route for ' || v_parked.type, 'type',
+                'add a route, start a relay with --accept-routes, then retry; or skip it: where it had a route, it is sent anyway');
+        ELSIF p_destination = ANY (destinations) THEN
+            destinations := ARRAY[p_destination];
+        ELSE
+            verdict := 'moved';
+        END IF;
+    END IF;
+    PERFORM FROM fencepost.slot AS s
+    WHERE s.slot = v_parked.slot AND (s.destination = p_destination OR s.destination = ANY (destinations))
+    ORDER BY s.destination FOR NO KEY UPDATE;
+    UPDATE fencepost.slot AS s SET acts = s.acts + 1
+    WHERE s.slot = v_parked.slot AND (s.destination = p_destination OR s.destination = ANY (destinations));
+    SELECT k.* INTO v_parked FROM fencepost.parked AS k WHERE k.destination = p_destination AND k.seq = p_seq;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'the event is no longer parked', 'seq', 'it was published, moved or skipped meanwhile');
+    END IF;
+    IF verdict = 'moved' THEN
+        DELETE FROM fencepost.parked AS k WHERE k.destination = p_destination AND k.seq = p_seq;
+        INSERT INTO fencepost.parked AS k (destination, slot, tenant, ordering_key, seq, event_id, operation, type, version, epoch,
+            digest, recorded_at, content_type, attributes, reference, payload, reason, detail, attempts, next_try_at, parked_at)
+        SELECT t.destination, v_parked.slot, v_parked.tenant, v_parked.ordering_key, v_parked.seq, v_parked.event_id,
+               v_parked.operation, v_parked.type, v_parked.version, v_parked.epoch, v_parked.digest, v_parked.recorded_at,
+               v_parked.content_type, v_parked.attributes, v_parked.reference, v_parked.payload, v_parked.reason,
+               v_parked.detail, v_parked.attempts, clock_timestamp(), v_parked.parked_at
+        FROM unnest(destinations) AS t (destination)
+        ON CONFLICT (destination, seq) DO UPDATE SET next_try_at = clock_timestamp();
+        PERFORM fencepost._wake_key(v_parked);
+    ELSE
+        UPDATE fencepost.parked AS k SET next_try_at = clock_timestamp()
+        WHERE k.destination = p_destination AND k.seq = p_seq;
+    END IF;
+    PERFORM fencepost._decide_parked('retry_parked', v_parked, p_actor, p_reason,
+        CASE verdict WHEN 'moved' THEN 'moved to ' || array_to_string(destinations, ', ') ELSE verdict END);
+END $$;
+
+-- Gives a parked event up, on an operator's word: it is never published here. The next one of its key becomes due, and the
+-- key flows again with its last one.
+CREATE OR REPLACE FUNCTION fencepost.skip_parked(p_destination text, p_seq bigint, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_parked fencepost.parked;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    UPDATE fencepost.slot AS s SET acts = s.acts + 1
+    WHERE s.destination = p_destination
+      AND s.slot = (SELECT k.slot FROM fencepost.parked AS k WHERE k.destination = p_destination AND k.seq = p_seq);
+    DELETE FROM fencepost.parked AS k WHERE k.destination = p_destination AND k.seq = p_seq RETURNING k.* INTO v_parked;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such parked event', 'seq', 'see: fencepost parked list');
+    END IF;
+    PERFORM fencepost._wake_key(v_parked);
+    PERFORM fencepost._decide_parked('skip_parked', v_parked, p_actor, p_reason, 'skipped');
+END $$;
+
+-- What now comes first of a key may be tried.
+CREATE OR REPLACE FUNCTION fencepost._wake_key(p_parked fencepost.parked)
+RETURNS void LANGUAGE sql AS $$
+    UPDATE fencepost.parked AS k SET next_try_at = clock_timestamp()
+    WHERE k.destination = p_parked.destination AND k.destination <> '-' AND k.slot = p_parked.slot
+      AND k.tenant = p_parked.tenant AND k.ordering_key = p_parked.ordering_key
+      AND k.seq = (SELECT min(f.seq) FROM fencepost.parked AS f
+                   WHERE f.destination = p_parked.destination AND f.slot = p_parked.slot AND f.tenant = p_parked.tenant
+                     AND f.ordering_key = p_parked.ordering_key)
+$$;
+
+CREATE OR REPLACE FUNCTION fencepost._decide_parked(
+    p_kind text, p_parked fencepost.parked, p_actor text, p_reason text, p_verdict text)
+RETURNS void LANGUAGE sql AS $$
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict, evidence_ref)
+    VALUES (gen_random_uuid(), p_kind, p_actor, p_reason, p_parked.tenant, p_parked.operation, p_parked.event_id::text, p_verdict,
+            format('%s/%s %s.v%s %s', p_parked.destination, p_parked.seq, p_parked.type, p_parked.version, p_parked.reason))
+$$;
+
+
+-- relay/routes.sql
+-- Whether events of this type take a route: an exact type, a prefix that ends in `.*`, or `*`.
+CREATE OR REPLACE FUNCTION fencepost._matches(p_match text, p_type text)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT p_match = '*' OR p_match = p_type OR (p_match LIKE '%.*' AND starts_with(p_type, left(p_match, -1)))
+$$;
+
+-- From this number on a destination answers for these matches and no others; what came before stays its business.
+-- Locks: no tick is taken while routes change, so whoever reads the routes after a page's end tick knows every change
+-- that concerns a row of that page.
+CREATE OR REPLACE FUNCTION fencepost._span_routes(p_destination text, p_matches text[], p_early boolean)
+RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_bound bigint := 0;
+BEGIN
+    LOCK TABLE fencepost.tick_gate IN EXCLUSIVE MODE;
+    IF NOT p_early THEN
+        SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_bound FROM fencepost.outbox_seq AS s;
+    END IF;
+    DELETE FROM fencepost.route AS r
+    WHERE r.destination = p_destination AND r.until IS NULL AND r.since = v_bound AND r.match <> ALL (p_matches);
+    UPDATE fencepost.route AS r SET until = v_bound
+    WHERE r.destination = p_destination AND r.until IS NULL AND r.match <> ALL (p_matches);
+    INSERT INTO fencepost.route (destination, match, since)
+    SELECT DISTINCT p_destination, m, v_bound FROM unnest(p_matches) AS m
+    WHERE NOT EXISTS (SELECT FROM fencepost.route AS r
+                      WHERE r.destination = p_destination AND r.match = m AND r.until IS NULL);
+END $$;
+
+-- How many committed events of a destination are its business and not acked; counting stops at the limit.
+CREATE OR REPLACE FUNCTION fencepost._unsent(p_destination text, p_limit bigint)
+RETURNS bigint LANGUAGE sql AS $$
+    SELECT count(*) FROM (
+        SELECT FROM fencepost.slot AS s
+        JOIN fencepost.destination AS d ON d.destination = s.destination
+        LEFT JOIN LATERAL (SELECT k.era, k.acked_tick, k.end_tick, k.position FROM fencepost.ack AS k
+                           WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a ON true
+        JOIN fencepost.tick AS t ON t.era = coalesce(a.era, d.start_era) AND t.n = coalesce(a.acked_tick, d.start_tick)
+        JOIN fencepost.tick AS e ON e.era = coalesce(a.era, d.start_era) AND e.n = coalesce(a.end_tick, d.start_tick)
+        CROSS JOIN LATERAL (
+            SELECT m.seq, m.type, m.xid FROM fencepost.outbox AS m WHERE m.slot = s.slot AND m.seq > t.hint
+            UNION ALL
+            SELECT l.seq, l.type, l.xid FROM fencepost.outbox AS l
+            WHERE l.slot = s.slot AND l.seq <= t.hint
+              AND (l.xid = ANY (t.snap_xip) OR l.xid >= t.snap_xmax AND l.xid < t.next)) AS o
+        WHERE s.destination = p_destination
+          AND NOT (o.seq <= coalesce(a.position, 0) AND pg_visible_in_snapshot(o.xid, e.snap))
+          AND EXISTS (SELECT FROM fencepost.route AS r
+                      WHERE r.destination = p_destination AND fencepost._matches(r.match, o.type)
+                        AND o.seq > r.since AND (r.until IS NULL OR o.seq <= r.until))
+        LIMIT p_limit) AS w
+$$;
 
 
 -- relay/slots.sql

@@ -35,6 +35,15 @@ BEGIN
         IF v_count <> cardinality(p_park_seqs) THEN
             PERFORM fencepost._refuse('ZF003', 'a parked event is not in the outbox', 'park_seqs', NULL);
         END IF;
+        -- What its relay set aside behind an event that is no longer there (skipped meanwhile, or a later number of a key
+        -- whose writers did not take turns) waits for nothing.
+        UPDATE fencepost.parked AS k SET next_try_at = clock_timestamp()
+        FROM unnest(p_park_slots, p_park_seqs) AS u (slot, seq)
+        WHERE k.destination = p_destination AND k.slot = u.slot AND k.seq = u.seq AND k.reason = 'behind'
+          AND (NOT EXISTS (SELECT FROM fencepost.parked AS e
+                           WHERE e.destination = k.destination AND e.slot = k.slot AND e.tenant = k.tenant
+                             AND e.ordering_key = k.ordering_key AND e.seq < k.seq)
+               OR 'pass' = (SELECT d.on_refusal FROM fencepost.destination AS d WHERE d.destination = p_destination));
     END IF;
 END $$;
 
