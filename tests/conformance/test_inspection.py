@@ -53,9 +53,3 @@ def test_a_silent_broker_is_unreachable_within_the_deadline(broker: Broker, publ
             return
         except Unreachable:
             assert time.monotonic() < until
-
-
-def test_a_closed_publisher_does_not_look(broker: Broker) -> None:
-    made = broker.publisher()
-    with pytest.raises(Unreachable):
-        inspected(made, broker.destination().to)

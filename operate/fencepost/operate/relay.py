@@ -11,8 +11,8 @@ import typer
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from fencepost.operate import printing, routing, settings
-from fencepost.operate.destinations import maker, pace_of
 from fencepost.operate.doctor import show
+from fencepost.operate.publishers import maker_of, pace_of
 from fencepost.operate.refusals import ExitCode, line_of
 from fencepost.operate.relay_check import examine
 from fencepost.operate.settings import RelaySettings
@@ -53,7 +53,7 @@ def run(
     dsn = chosen.dsn(insecure=insecure_db)
     pace = pace_of(chosen)
     health = None if once else _health(chosen.relay)
-    destinations = [maker(d, pace, accept_routes) for d in chosen.destinations]
+    destinations = [maker_of(d, pace, accept_routes) for d in chosen.destinations]
 
     def make() -> Relay:
         return Relay(

@@ -11,11 +11,11 @@ import psycopg
 from psycopg import Connection
 
 from fencepost.operate import contract_checks
-from fencepost.operate.destinations import maker
 from fencepost.operate.findings import Finding, fail, ok, warn
+from fencepost.operate.publishers import maker_of
 from fencepost.operate.refusals import line_of
 from fencepost.operate.settings import DestinationSettings
-from fencepost.relay.destination import Destination, routes_from, source
+from fencepost.relay.destination import Destination, as_stored, source
 from fencepost.relay.loop import Pace
 from fencepost.relay.publisher import Inspectable, Place
 from fencepost.schemas.connect import address, connect
@@ -42,7 +42,7 @@ def examine(dsn: str, destinations: Sequence[DestinationSettings], pace: Pace) -
     for d in destinations:
         name = f"settings {d.name}"
         try:
-            made.append(maker(d, pace, False)())
+            made.append(maker_of(d, pace, False)())
             yield ok(name, f"{d.kind}, {_count(len(d.routes), 'route')}")
         except ConfigError as error:
             yield fail(name, line_of(error))
@@ -107,7 +107,7 @@ def _routes(conn: Connection[Any], destination: Destination) -> Finding:
         return ok(name, "not registered yet; the first relay does that")
     if row[0] != destination.kind:
         return fail(name, f"registered as {row[0]}; start one relay with --accept-routes, or choose another name")
-    if routes_from(row[1]) != destination.routes:
+    if row[1] != as_stored(destination.routes):
         return fail(name, "other routes are registered; start one relay with --accept-routes once all have these")
     return ok(name, "as registered")
 

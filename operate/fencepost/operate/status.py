@@ -15,7 +15,7 @@ from fencepost.operate import printing, settings
 from fencepost.relay.backlog import COUNT_MAX, backlog
 from fencepost.schemas.connect import connect
 
-__all__ = ["STATES", "State", "relays", "states", "status"]
+__all__ = ["STATES", "State", "backlog", "relays", "states", "status"]
 
 ARMED: LiteralString = "SELECT fencepost.armed()"
 STATES: LiteralString = """

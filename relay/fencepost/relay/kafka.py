@@ -14,6 +14,7 @@ from typing import cast
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from fencepost.relay.answers import OVERTAKEN, Answers, Key, StoppedKeys, key_of
+from fencepost.relay.kafka_inspection import Inspector
 from fencepost.relay.kafka_options import checked_options
 from fencepost.relay.kafka_topics import Topics
 from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place, Route
@@ -101,7 +102,7 @@ class KafkaPublisher:
         self._max_queued = max_queued
         self._encode = encoder(source)
         self._topics = Topics({"bootstrap.servers": bootstrap, **self._options}, metadata_refresh)
-        self._asked = Topics({"bootstrap.servers": bootstrap, **self._options}, metadata_refresh)
+        self._inspector = Inspector(bootstrap, self._options)
         self._partitions = partitions
         self._replication = replication
         self._handing = threading.Lock()
@@ -174,16 +175,8 @@ class KafkaPublisher:
         return answers.future
 
     def inspect(self, names: Sequence[str], deadline: float) -> dict[str, Place]:
-        """What Kafka says of these topics now, or `Unreachable`."""
-        client = self._client
-        found: dict[str, Place] = {}
-        for name in names:
-            self._asked.forget(name)
-            topic = None if client is None else self._asked.find(client.producer, name, deadline)
-            if topic is None:
-                raise Unreachable(f"Kafka does not answer about {name}", address=self._bootstrap, field="bootstrap")
-            found[name] = Place(topic.reason, topic.max_bytes)
-        return found
+        """What Kafka says of these topics now, or `Unreachable`; may be asked from any thread, also before `open`."""
+        return self._inspector.inspect(names, deadline)
 
     def close(self, deadline: float) -> None:
         """Wait for delivery reports until `deadline`, then leave, in at most a few seconds; the rest becomes unknown."""

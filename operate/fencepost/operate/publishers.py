@@ -1,4 +1,4 @@
-"""Destinations from their settings: everything that can be checked without connecting is checked here, by name."""
+"""Destinations and their publishers from settings: everything that can be checked without connecting is checked here, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fencepost.relay.publisher import Publisher, Route
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.schemas.errors import ConfigError
 
-__all__ = ["maker", "pace_of"]
+__all__ = ["maker_of", "pace_of"]
 
 # Below the wait for the confirm, so that nothing can be delivered after the relay has given up on it.
 DELIVERY_SHARE = 0.8
@@ -52,7 +52,7 @@ def pace_of(chosen: Settings) -> Pace:
     return pace
 
 
-def maker(d: DestinationSettings, pace: Pace, accept_routes: bool) -> Callable[[], Destination]:
+def maker_of(d: DestinationSettings, pace: Pace, accept_routes: bool) -> Callable[[], Destination]:
     """Checks what can be checked before anything connects; the destination itself is made for every attempt."""
     routes = [Route(r.match, r.to, r.routing_key) for r in d.routes]
     publisher = _publisher(d, pace)
