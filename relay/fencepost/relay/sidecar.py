@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fencepost.relay.destination import Destination, NoRoute
 from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.recycling import Recycler
 from fencepost.schemas import arming
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
@@ -58,6 +59,8 @@ class Relay:
     def run(self) -> Summary:
         """Runs until `stop`, then drains within `pace.drain` seconds; raises what ended a loop unexpectedly."""
         keeper = self._keeper()
+        recycler = Recycler(self._dsn, seconds=self._pace.recycle)
+        recycler.start()
         threads = [
             threading.Thread(target=self._guarded, args=(loop,), name=f"relay-{loop.destination.name}", daemon=True)
             for loop in self.loops
@@ -74,6 +77,7 @@ class Relay:
         finally:
             self._stop.set()
             self._close()
+            recycler.stop()
             if keeper is not None:
                 keeper.stop()
         if self._failure is not None:

@@ -24,7 +24,7 @@ class Held:
     """A slot of ours under one generation, with its progress and the keys that parked events hold back.
 
     `progress` is what is settled, `read` what was read (and perhaps sent) already; `recorded` is the acked tick that the
-    database knows, for pages without rows advance `progress` only.
+    database knows, for pages without rows advance `progress` only; `recorded_at` is the monotonic time of that ack.
     """
 
     generation: int
@@ -32,6 +32,7 @@ class Held:
     read: Progress
     recorded: int
     keys: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    recorded_at: float = field(default_factory=time.monotonic)
 
 
 class SlotLease:
