@@ -50,8 +50,8 @@ def run(
     """
     chosen = settings.load()
     dsn = chosen.dsn()
-    pace = _pace(chosen)
-    destinations = [_maker(d, pace, accept_routes) for d in chosen.destinations]
+    pace = pace_of(chosen)
+    destinations = [maker_of(d, pace, accept_routes) for d in chosen.destinations]
 
     def make() -> Relay:
         return Relay(dsn, [d() for d in destinations], state=chosen.state, pace=pace)
@@ -93,7 +93,7 @@ def _tell(state: RetryCallState) -> None:
         log.warning("%s; trying again", line_of(error))
 
 
-def _pace(chosen: Settings) -> Pace:
+def pace_of(chosen: Settings) -> Pace:
     r = chosen.relay
     try:
         return Pace(
@@ -109,7 +109,7 @@ def _pace(chosen: Settings) -> Pace:
         raise ConfigError(error.message, field=f"relay.{error.field}", hint=error.hint) from None
 
 
-def _maker(d: DestinationSettings, pace: Pace, accept_routes: bool) -> Callable[[], Destination]:
+def maker_of(d: DestinationSettings, pace: Pace, accept_routes: bool) -> Callable[[], Destination]:
     """Checks what can be checked before anything connects; the destination itself is made for every attempt."""
     routes = [Route(r.match, r.to, r.routing_key) for r in d.routes]
     publisher = _publisher(d, pace)

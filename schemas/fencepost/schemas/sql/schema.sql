@@ -472,8 +472,11 @@ INSERT INTO fencepost.recycled DEFAULT VALUES;
 CREATE INDEX event_key_recorded_at ON fencepost.event_key (recorded_at);
 CREATE INDEX parked_event_id ON fencepost.parked (event_id);
 
+-- Its successor takes a tick to start at.
+DROP FUNCTION IF EXISTS fencepost.register_destination(text, text, jsonb, boolean);
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0005_recycling.sql', '6892263e2f0be66926c7cbe66474b65f8cc656227721dc4a25e9de6e4f27a705');
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0005_recycling.sql', '39fb5d12cd88893f6b3834f34a168bbdb79808a97e2a58f0b5fac62e8ab4c5e6');
 
 SET check_function_bodies = off;
 
@@ -2095,18 +2098,18 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.purge_event_keys(
     p_after timestamptz, p_batch integer, OUT purged integer, OUT after timestamptz)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
-DECLARE
-    v_before timestamptz;
 BEGIN
     PERFORM fencepost._enter();
-    -- An event may have been recorded a moment before the child it chose was opened.
-    SELECT least(clock_timestamp() - i.replay_window,
-                 (SELECT min(c.opened_at) - interval '1 minute' FROM fencepost.outbox_child AS c WHERE fencepost._has_events(c.child)))
-    INTO STRICT v_before FROM fencepost.installation AS i;
     WITH looked AS (
         SELECT k.ctid AS place, k.recorded_at,
                EXISTS (SELECT FROM fencepost.parked AS p WHERE p.event_id = k.event_id) AS is_parked
-        FROM fencepost.event_key AS k WHERE k.recorded_at >= p_after AND k.recorded_at < v_before
+        FROM fencepost.event_key AS k
+        -- An event may have been recorded a moment before the child it chose was opened.
+        WHERE k.recorded_at >= p_after AND k.recorded_at < (
+            SELECT least(clock_timestamp() - i.replay_window,
+                         (SELECT min(c.opened_at) - interval '1 minute' FROM fencepost.outbox_child AS c
+                          WHERE fencepost._has_events(c.child)))
+            FROM fencepost.installation AS i)
         ORDER BY k.recorded_at LIMIT p_batch FOR UPDATE OF k SKIP LOCKED),
     gone AS (
         DELETE FROM fencepost.event_key AS k

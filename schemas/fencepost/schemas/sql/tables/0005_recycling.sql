@@ -30,3 +30,6 @@ INSERT INTO fencepost.recycled DEFAULT VALUES;
 
 CREATE INDEX event_key_recorded_at ON fencepost.event_key (recorded_at);
 CREATE INDEX parked_event_id ON fencepost.parked (event_id);
+
+-- Its successor takes a tick to start at.
+DROP FUNCTION IF EXISTS fencepost.register_destination(text, text, jsonb, boolean);

@@ -264,18 +264,18 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.purge_event_keys(
     p_after timestamptz, p_batch integer, OUT purged integer, OUT after timestamptz)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
-DECLARE
-    v_before timestamptz;
 BEGIN
     PERFORM fencepost._enter();
-    -- An event may have been recorded a moment before the child it chose was opened.
-    SELECT least(clock_timestamp() - i.replay_window,
-                 (SELECT min(c.opened_at) - interval '1 minute' FROM fencepost.outbox_child AS c WHERE fencepost._has_events(c.child)))
-    INTO STRICT v_before FROM fencepost.installation AS i;
     WITH looked AS (
         SELECT k.ctid AS place, k.recorded_at,
                EXISTS (SELECT FROM fencepost.parked AS p WHERE p.event_id = k.event_id) AS is_parked
-        FROM fencepost.event_key AS k WHERE k.recorded_at >= p_after AND k.recorded_at < v_before
+        FROM fencepost.event_key AS k
+        -- An event may have been recorded a moment before the child it chose was opened.
+        WHERE k.recorded_at >= p_after AND k.recorded_at < (
+            SELECT least(clock_timestamp() - i.replay_window,
+                         (SELECT min(c.opened_at) - interval '1 minute' FROM fencepost.outbox_child AS c
+                          WHERE fencepost._has_events(c.child)))
+            FROM fencepost.installation AS i)
         ORDER BY k.recorded_at LIMIT p_batch FOR UPDATE OF k SKIP LOCKED),
     gone AS (
         DELETE FROM fencepost.event_key AS k
