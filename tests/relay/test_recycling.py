@@ -166,6 +166,33 @@ def test_the_row_of_a_writer_that_commits_while_recycling_waits_for_it_is_kept(d
         assert step(conn) == Step("recycled", 0, "")
 
 
+def test_a_destination_that_is_registered_at_an_old_tick_while_recycling_waits_keeps_what_it_needs(
+    database: Database,
+) -> None:
+    keep(database)
+    broker, early = MemoryBroker(), MemoryBroker()
+    with (
+        database.connect() as reader,
+        database.connect(autocommit=True) as conn,
+        database.connect(autocommit=True) as recycler,
+    ):
+        accepted(database, "a")
+        settle(database, broker)
+        assert step(conn).outcome == "opened"
+        with conn.transaction():
+            conn.execute(START_AT, {"name": "early", "tick": 0})
+            found: list[Any] = []
+            thread = threading.Thread(target=lambda: found.append(recycler.execute(PATIENT).fetchone()))
+            thread.start()
+            pid = recycler.info.backend_pid
+            wait_for(lambda: reader.execute(WAITS, {"pid": pid}).fetchone() == (True,), 10, "recycling to wait")
+        thread.join(20)
+        assert found == [("kept", 0, "destination early has not acked it")]
+        relay_once(database, destination(early, "early", routes=[Route("*", "x")]))
+        assert early.operations() == ["a"]
+        assert step(conn) == Step("recycled", 0, "")
+
+
 def test_an_open_writer_is_not_waited_for_and_is_named(database: Database) -> None:
     keep(database)
     broker = MemoryBroker()
@@ -506,8 +533,9 @@ def test_nothing_is_lost_while_partitions_go_round_under_concurrent_writers(data
             for thread in writers:
                 thread.join(60)
             everything = {name for names in committed for name in names}
-            wait_for(lambda: set(broker.operations()) >= everything, 30, "every committed event")
-            until(conn, "SELECT count(*) < 200 FROM fencepost.outbox")
+            wait_for(lambda: failures or set(broker.operations()) >= everything, 30, "every committed event")
+            few = "SELECT count(*) < 200 FROM fencepost.outbox"
+            wait_for(lambda: failures or value(conn, few), 30, "the partitions to be recycled")
         finally:
             over.set()
             recycling.join(20)

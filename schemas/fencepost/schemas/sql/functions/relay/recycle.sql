@@ -16,12 +16,15 @@ RETURNS boolean LANGUAGE sql STABLE AS $$
 $$;
 
 -- Why a child of the outbox is still needed; null when every row is acked everywhere and the retention is over.
-CREATE OR REPLACE FUNCTION fencepost._needed(p_child smallint)
+-- With `p_since`, rows that this snapshot sees were proved to be acked before, at the same destinations.
+CREATE OR REPLACE FUNCTION fencepost._needed(p_child smallint, p_since pg_snapshot DEFAULT NULL)
 RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     v_installation fencepost.installation;
     v_child fencepost.outbox_child;
     v_kept_from timestamptz;
+    v_open xid8[] := ARRAY(SELECT pg_snapshot_xip(p_since));
+    v_unseen boolean;
     v record;
 BEGIN
     SELECT * INTO STRICT v_installation FROM fencepost.installation;
@@ -46,9 +49,16 @@ BEGIN
             RETURN 'destination ' || v.destination || ' has not finished its era';
         ELSIF v.snap IS NULL THEN
             RETURN 'the acked tick of destination ' || v.destination || ' is missing';
-        ELSIF EXISTS (SELECT FROM fencepost.outbox AS o
-                      WHERE o.child = p_child AND o.xid >= pg_snapshot_xmin(v.snap) AND (o.slot + 0) = ANY (v.slots)
-                        AND NOT pg_visible_in_snapshot(o.xid, v.snap)) THEN
+        ELSIF p_since IS NULL THEN
+            v_unseen := EXISTS (SELECT FROM fencepost.outbox AS o
+                                WHERE o.child = p_child AND o.xid >= pg_snapshot_xmin(v.snap) AND (o.slot + 0) = ANY (v.slots)
+                                  AND NOT pg_visible_in_snapshot(o.xid, v.snap));
+        ELSE
+            v_unseen := EXISTS (SELECT FROM fencepost.outbox AS o
+                                WHERE o.child = p_child AND (o.xid = ANY (v_open) OR o.xid >= pg_snapshot_xmax(p_since))
+                                  AND (o.slot + 0) = ANY (v.slots) AND NOT pg_visible_in_snapshot(o.xid, v.snap));
+        END IF;
+        IF v_unseen THEN
             RETURN 'destination ' || v.destination || ' has not acked it';
         END IF;
     END LOOP;
@@ -80,6 +90,8 @@ DECLARE
     v_child smallint;
     v_table text;
     v_why text;
+    v_since pg_snapshot;
+    v_destinations text[];
     v_timeout text := current_setting('lock_timeout');
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -94,6 +106,9 @@ BEGIN
     FOREACH v_child IN ARRAY ARRAY[(v_installation.outbox_child + 1) % 3, (v_installation.outbox_child + 2) % 3]::smallint[] LOOP
         CONTINUE WHEN NOT fencepost._has_events(v_child);
         v_table := 'fencepost.outbox_' || v_child;
+        -- Invariant: the snapshot is older than the proof, so that what it sees was looked at.
+        SELECT pg_current_snapshot(), ARRAY(SELECT d.destination FROM fencepost.destination AS d ORDER BY 1)
+        INTO v_since, v_destinations;
         v_why := fencepost._needed(v_child);
         IF v_why IS NULL THEN
             -- Locks: first the lock, then (in later statements) the proof: the row of a writer that is still open is
@@ -108,7 +123,11 @@ BEGIN
                 detail := 'held by ' || fencepost._holders(ARRAY['fencepost.destination', v_table]::regclass[]);
                 EXIT;
             END;
-            v_why := fencepost._needed(v_child);
+            -- Only what came meanwhile is looked at while everybody waits; a new destination may need the rest too.
+            IF v_destinations <> ARRAY(SELECT d.destination FROM fencepost.destination AS d ORDER BY 1) THEN
+                v_since := NULL;
+            END IF;
+            v_why := fencepost._needed(v_child, v_since);
             IF v_why IS NULL THEN
                 PERFORM fencepost._note_recycled(v_child);
                 EXECUTE 'TRUNCATE ' || v_table;
@@ -233,20 +252,25 @@ END $$;
 -- Dead rows of earlier calls lie below `p_after` and are not walked over again, whatever snapshot is pinned.
 CREATE OR REPLACE FUNCTION fencepost.purge_ticks(p_after bigint, p_batch integer, OUT purged integer, OUT after bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off
-SET lock_timeout = '1s' AS $$
+SET lock_timeout = '200ms' AS $$
 DECLARE
     v_era integer;
     v_needed bigint;
     v_last bigint;
 BEGIN
     PERFORM fencepost._enter();
-    LOCK TABLE fencepost.destination IN SHARE MODE;
+    after := p_after;
+    purged := 0;
+    BEGIN
+        -- A destination that is being registered may start at an old tick.
+        LOCK TABLE fencepost.destination IN SHARE MODE;
+    EXCEPTION WHEN lock_not_available THEN
+        RETURN;
+    END;
     SELECT t.era INTO STRICT v_era FROM fencepost.tick AS t ORDER BY t.era DESC, t.n DESC LIMIT 1;
     -- Both ticks of a page that is under way, recorded or not, are at or above the acked one.
     SELECT min(p.acked_tick) INTO v_needed FROM fencepost._progress() AS p
     HAVING bool_and(p.era = v_era);
-    after := p_after;
-    purged := 0;
     IF v_needed IS NULL THEN
         RETURN;
     END IF;
