@@ -1914,7 +1914,7 @@ $$;
 
 -- One step of recycling the outbox: truncates a child that nothing needs any more, or else opens the next child when it
 -- is empty and the current one is old enough. Outcome: recycled, opened, kept, locked (detail: why, or by whom) or idle.
--- Locks: destination SHARE, then the child ACCESS EXCLUSIVE, waiting at most `p_patience`; enqueue into the current child never waits for it.
+-- Locks: recycled EXCLUSIVE, destination SHARE, then the child ACCESS EXCLUSIVE, waiting at most `p_patience`; enqueue into the current child never waits for it.
 CREATE OR REPLACE FUNCTION fencepost.recycle_outbox(
     p_min_age interval DEFAULT '1 minute', p_patience interval DEFAULT '200 ms',
     OUT outcome text, OUT child smallint, OUT detail text)
@@ -1933,9 +1933,17 @@ BEGIN
     END IF;
     PERFORM fencepost._enter();
     PERFORM set_config('lock_timeout', greatest(1, (extract(epoch FROM p_patience) * 1000)::integer)::text, true);
-    SELECT * INTO STRICT v_installation FROM fencepost.installation;
     outcome := 'idle';
     detail := '';
+    BEGIN
+        -- Two at once would both read the child and then both want it for themselves.
+        LOCK TABLE fencepost.recycled IN EXCLUSIVE MODE;
+    EXCEPTION WHEN lock_not_available THEN
+        detail := 'another step of recycling is under way';
+        PERFORM set_config('lock_timeout', v_timeout, true);
+        RETURN;
+    END;
+    SELECT * INTO STRICT v_installation FROM fencepost.installation;
     -- The next child is the oldest.
     FOREACH v_child IN ARRAY ARRAY[(v_installation.outbox_child + 1) % 3, (v_installation.outbox_child + 2) % 3]::smallint[] LOOP
         CONTINUE WHEN NOT fencepost._has_events(v_child);
@@ -2037,7 +2045,7 @@ BEGIN
 END $$;
 
 -- Once the acks have grown beyond `p_bytes`, keeps the newest of each slot in the other child and truncates this one.
--- Locks: slot EXCLUSIVE, so that no ack and no lease is under way, waiting at most `p_patience`.
+-- Locks: recycled EXCLUSIVE, slot EXCLUSIVE, so that no ack and no lease is under way, waiting at most `p_patience`.
 CREATE OR REPLACE FUNCTION fencepost.recycle_acks(
     p_bytes bigint DEFAULT 4194304, p_patience interval DEFAULT '200 ms', OUT outcome text, OUT detail text)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -2060,12 +2068,12 @@ BEGIN
     END IF;
     PERFORM set_config('lock_timeout', greatest(1, (extract(epoch FROM p_patience) * 1000)::integer)::text, true);
     BEGIN
-        LOCK TABLE fencepost.slot IN EXCLUSIVE MODE;
+        LOCK TABLE fencepost.recycled, fencepost.slot IN EXCLUSIVE MODE;
         EXECUTE 'LOCK TABLE ' || v_table || ' IN ACCESS EXCLUSIVE MODE';
         UPDATE fencepost.installation SET ack_child = v_other WHERE ack_child = v_child;
     EXCEPTION WHEN lock_not_available THEN
         outcome := 'locked';
-        detail := 'held by ' || fencepost._holders(ARRAY['fencepost.slot', v_table]::regclass[]);
+        detail := 'held by ' || fencepost._holders(ARRAY['fencepost.recycled', 'fencepost.slot', v_table]::regclass[]);
         PERFORM set_config('lock_timeout', v_timeout, true);
         RETURN;
     END;
@@ -2096,6 +2104,7 @@ BEGIN
     after := p_after;
     purged := 0;
     BEGIN
+        LOCK TABLE fencepost.recycled IN EXCLUSIVE MODE;
         -- A destination that is being registered may start at an old tick.
         LOCK TABLE fencepost.destination IN SHARE MODE;
     EXCEPTION WHEN lock_not_available THEN
