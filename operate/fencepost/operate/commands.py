@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from fencepost.operate import consumer, doctor, effects, jobs, logs, migrate, parked, relay, status, worker
+from fencepost.operate import (
+    backfill,
+    consumer,
+    doctor,
+    effects,
+    jobs,
+    logs,
+    migrate,
+    parked,
+    relay,
+    retention,
+    status,
+    worker,
+)
 from fencepost.operate.logs import LogFormat
 from fencepost.operate.printing import say
 from fencepost.operate.refusals import RefusingGroup
@@ -30,6 +43,8 @@ app = typer.Typer(
     help="Transactional outbox, inbox and fenced jobs on PostgreSQL.",
 )
 app.add_typer(migrate.app, name="migrate")
+relay.app.command("backfill")(backfill.backfill)
+relay.app.command("retention")(retention.retention)
 app.add_typer(relay.app, name="relay")
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)

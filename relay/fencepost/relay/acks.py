@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, LiteralString
@@ -10,7 +11,7 @@ from psycopg import Connection
 
 from fencepost.relay.delivery import Settled
 from fencepost.relay.pages import Part, Progress
-from fencepost.relay.parking import RetryPolicy
+from fencepost.relay.parking import Parking, RetryPolicy
 from fencepost.relay.publisher import ParkReason
 from fencepost.relay.slots import SlotLease
 
@@ -68,32 +69,57 @@ def record(
             noted.pop(part.slot, None)
     parked = [p for p in settled.parked if p.row.seq in covered]
     if moved:
-        conn.execute(
-            ACK,
-            {
-                "destination": lease.destination,
-                "owner": lease.owner,
-                "slots": list(moved),
-                "generations": [lease.held[s].generation for s in moved],
-                "era": lease.era,
-                "acked": [p.acked for p in moved.values()],
-                "ending": [p.end for p in moved.values()],
-                "positions": [p.position for p in moved.values()],
-                "park_slots": [p.row.slot for p in parked],
-                "park_seqs": [p.row.seq for p in parked],
-                "park_reasons": [p.reason.value for p in parked],
-                "park_details": [p.detail[:500] for p in parked],
-                "park_overtaken": [p.overtaken_by for p in parked],
-                "park_retry": [policy.after(p.reason, 1) for p in parked],
-            },
-        )
+        _append(conn, lease, moved, parked, policy)
     for slot, after in noted.items():
         lease.held[slot].progress = after
-    for slot, after in moved.items():
-        lease.held[slot].progress = after
-        lease.held[slot].recorded = after.acked
     for p in parked if lease.holds_keys else ():
         lease.held[p.row.slot].keys.add((p.row.tenant, p.row.ordering_key))
     return Recorded(
         len(moved), sum(1 for p in moved.values() if p.between_pages), len(parked), tuple(p.reason for p in parked)
     )
+
+
+def record_noted(conn: Connection[Any], lease: SlotLease, *, seconds: float) -> int:
+    """Appends the progress of slots that was noted in memory only for this long, or raises `StaleSlot`; returns how many.
+
+    Recycling needs it: what a slot without rows was not recorded to have passed could never be recycled.
+    """
+    before = time.monotonic() - seconds
+    noted = {
+        slot: held.progress.copy()
+        for slot, held in lease.held.items()
+        if held.progress.acked > held.recorded and held.progress.between_pages and held.recorded_at <= before
+    }
+    if noted:
+        _append(conn, lease, {s: Progress(p.acked, p.acked, 0) for s, p in noted.items()}, [], RetryPolicy())
+    return len(noted)
+
+
+def _append(
+    conn: Connection[Any], lease: SlotLease, moved: dict[int, Progress], parked: list[Parking], policy: RetryPolicy
+) -> None:
+    conn.execute(
+        ACK,
+        {
+            "destination": lease.destination,
+            "owner": lease.owner,
+            "slots": list(moved),
+            "generations": [lease.held[s].generation for s in moved],
+            "era": lease.era,
+            "acked": [p.acked for p in moved.values()],
+            "ending": [p.end for p in moved.values()],
+            "positions": [p.position for p in moved.values()],
+            "park_slots": [p.row.slot for p in parked],
+            "park_seqs": [p.row.seq for p in parked],
+            "park_reasons": [p.reason.value for p in parked],
+            "park_details": [p.detail[:500] for p in parked],
+            "park_overtaken": [p.overtaken_by for p in parked],
+            "park_retry": [policy.after(p.reason, 1) for p in parked],
+        },
+    )
+    now = time.monotonic()
+    for slot, after in moved.items():
+        held = lease.held[slot]
+        held.progress = after
+        held.recorded = after.acked
+        held.recorded_at = now

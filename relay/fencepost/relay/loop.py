@@ -40,9 +40,10 @@ class Pace:
     """Times of a relay, in seconds, and its limits.
 
     `lease` bounds how long a dead relay holds its slots; `confirm` how long one send may wait for the broker; `poll_min`
-    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop; `answer`
-    how long the database may take over one statement. `batch` events are
-    read at once, `ahead` batches may wait for their confirms.
+    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop; `answer` how long the
+    database may take over one statement. `batch` events are read at once, `ahead` batches may wait for their confirms.
+    Progress of a slot without events is recorded every `record` seconds; `recycle` is the pause between two looks for
+    what can be recycled.
     """
 
     lease: float = 30.0
@@ -54,6 +55,8 @@ class Pace:
     answer: float = 15.0
     batch: int = 2000
     ahead: int = 4
+    record: float = 60.0
+    recycle: float = 5.0
     retry: parking.RetryPolicy = field(default_factory=parking.RetryPolicy)
 
     def __post_init__(self) -> None:
@@ -197,6 +200,7 @@ class DestinationLoop:
             try:
                 self._renew(conn, reading)
                 self._hand_over(conn)
+                acks.record_noted(conn, self._lease, seconds=self._pace.record)
                 busy = self._retry_parked(conn)
                 busy = self._send() or busy
                 busy = self._read_ahead(conn, worker) or busy

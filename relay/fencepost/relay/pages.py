@@ -13,6 +13,7 @@ from typing import Any, LiteralString
 from psycopg import Connection
 
 from fencepost.relay.publisher import OutboxRow
+from fencepost.schemas.errors import StaleSlot
 
 TICK: LiteralString = "SELECT era, n, fresh FROM fencepost.tick(make_interval(secs => %(min_seconds)s))"
 TICKS: LiteralString = """
@@ -200,6 +201,9 @@ class PageReader:
         if missing:
             for row in self._conn.execute(TICKS, {"era": self._era, "numbers": missing}):
                 self._ticks[row[0]] = Tick(*row)
+            if not numbers <= self._ticks.keys():
+                # Only ticks that no recorded progress needs are purged, so these slots went on without us.
+                raise StaleSlot("the ticks of this page are gone", field="slot", hint="lease the slots again")
 
 
 def newest_tick(conn: Connection[Any], min_seconds: float) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from fencepost.relay.destination import Destination, NoRoute
 from fencepost.relay.health import STALLED_SECONDS, HealthAddress, HealthServer, answering
 from fencepost.relay.loop import DestinationLoop, Pace
 from fencepost.relay.readiness import LOOK_SECONDS, Watch
+from fencepost.relay.recycling import Recycler
 from fencepost.schemas import arming
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
@@ -87,6 +88,8 @@ class Relay:
 
     def _run(self) -> Summary:
         keeper = self._keeper()
+        recycler = Recycler(self._dsn, seconds=self._pace.recycle)
+        recycler.start()
         threads = [
             threading.Thread(target=self._guarded, args=(loop,), name=f"relay-{loop.destination.name}", daemon=True)
             for loop in self.loops
@@ -102,6 +105,7 @@ class Relay:
         finally:
             self._stop.set()
             self._close()
+            recycler.stop()
             if keeper is not None:
                 keeper.stop()
         if self._failure is not None:

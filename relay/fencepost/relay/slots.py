@@ -24,7 +24,8 @@ class Held:
     """A slot of ours under one generation, with its progress and the keys that parked events hold back.
 
     `progress` is what is settled, `read` what was read (and perhaps sent) already; `recorded` is the acked tick that the
-    database knows, for pages without rows advance `progress` only. `acts` tells up to which operator's act `keys` is right.
+    database knows, for pages without rows advance `progress` only; `recorded_at` is the monotonic time of that ack. `acts`
+    tells up to which operator's act `keys` is right.
     """
 
     generation: int
@@ -33,6 +34,7 @@ class Held:
     recorded: int
     keys: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     acts: int = -1
+    recorded_at: float = field(default_factory=time.monotonic)
 
 
 class SlotLease:

@@ -3,7 +3,8 @@
 Own attributes: ``partitionkey`` (ordering key), ``sequence`` (row number, 20 digits), ``fptenant``, ``fpoperation``,
 ``fpepoch``, ``fpdigest``, and ``fpbinding`` when the domain vouches for a reference instead of the content. The wire
 ``type`` is name + ``.v`` + version. All values are strings, so 64-bit numbers survive every intermediary. Delivery
-ids never appear: copies of an event are byte-identical.
+ids never appear: copies of an event are byte-identical, but for ``fpreplayed`` = ``true`` on those that an operator had
+sent again; it is no part of identity, digest or payload.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ __all__ = [
     "CONTENT_TYPE",
     "EVENT_BYTES_MAX",
     "OWN_ATTRIBUTES",
+    "REPLAYED",
     "SPECVERSION",
     "Envelope",
     "from_attributes",
@@ -50,6 +52,9 @@ __all__ = [
 
 SPECVERSION: Final = "1.0"
 CONTENT_TYPE: Final = "application/json"
+REPLAYED: Final = "fpreplayed"
+"""The declared delivery attribute of a copy that was sent again from the retained outbox; its value is ``true``."""
+
 ATTRIBUTES_MAX = 16
 ATTRIBUTE_BYTES_MAX = 2048
 EVENT_BYTES_MAX = 1024 * 1024
@@ -107,6 +112,11 @@ class Envelope:
     reference: str | None = field(default=None, repr=False)
     """The ``ref:`` binding, or None when the binding is that of the content."""
     content_type: str = CONTENT_TYPE
+
+    @property
+    def replayed(self) -> bool:
+        """True when this copy was sent again from the retained outbox; projections may care, the inbox does not."""
+        return self.attributes.get(REPLAYED) == "true"
 
     @property
     def binding(self) -> str:

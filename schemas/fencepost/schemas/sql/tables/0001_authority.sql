@@ -69,7 +69,7 @@ CREATE TABLE fencepost.duty (
 CREATE TABLE fencepost.decision (
     id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     decision_id   uuid NOT NULL UNIQUE,
-    kind          text NOT NULL CHECK (kind IN ('reconcile', 'cancel', 'requeue', 'routes')),
+    kind          text NOT NULL CHECK (kind IN ('reconcile', 'cancel', 'requeue', 'routes', 'retention')),
     actor         text NOT NULL,
     reason        text NOT NULL,
     tenant        text,

@@ -52,7 +52,10 @@ BEGIN
     END IF;
     LOCK TABLE fencepost.tick_gate IN EXCLUSIVE MODE;
     v_first := NOT EXISTS (SELECT FROM fencepost.destination);
-    v_early := v_first OR NOT EXISTS (SELECT FROM fencepost.tick AS t WHERE t.era > 1 OR t.n > 0);
+    -- The very first event can be sent only as long as nothing was recycled since.
+    v_early := (v_first OR NOT EXISTS (SELECT FROM fencepost.tick AS t WHERE t.era > 1 OR t.n > 0))
+               AND EXISTS (SELECT FROM fencepost.recycled AS r WHERE r.seq = 0)
+               AND EXISTS (SELECT FROM fencepost.tick AS t WHERE t.n = 0);
     FOREACH v_name IN ARRAY CASE WHEN v_first THEN ARRAY['-', p_destination] ELSE ARRAY[p_destination] END LOOP
         INSERT INTO fencepost.destination (destination, kind, routes, routes_digest, on_refusal, start_era, start_tick)
         SELECT v_name, CASE v_name WHEN '-' THEN 'none' ELSE p_kind END,

@@ -6,8 +6,11 @@ DECLARE
     v_start fencepost.tick;
     v_end fencepost.tick;
 BEGIN
-    SELECT t.* INTO STRICT v_start FROM fencepost.tick AS t WHERE t.era = p_era AND t.n = p_start;
-    SELECT t.* INTO STRICT v_end FROM fencepost.tick AS t WHERE t.era = p_era AND t.n = p_end;
+    SELECT t.* INTO v_start FROM fencepost.tick AS t WHERE t.era = p_era AND t.n = p_start;
+    SELECT t.* INTO v_end FROM fencepost.tick AS t WHERE t.era = p_era AND t.n = p_end;
+    IF v_start.n IS NULL OR v_end.n IS NULL THEN
+        PERFORM fencepost._refuse('ZF040', 'the ticks of this page are gone', 'slot', 'lease the slots again: they moved on');
+    END IF;
     RETURN QUERY
     SELECT late.slot, min(late.seq) FROM (
         SELECT o.slot, o.seq, o.xid FROM fencepost.outbox AS o WHERE o.xid = ANY (v_start.snap_xip)
