@@ -138,6 +138,93 @@ def test_work_under_an_older_epoch_is_held(database: Database) -> None:
         assert show(conn) == "queued"
 
 
+def test_held_work_of_an_older_epoch_does_not_hold_up_what_is_behind_it(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        given(conn, "behind", tenant="u")
+        backlog(conn, 300, priority=9)
+        assert {job.tenant for job in claim(conn, "w", [CLASS], 1)} == {"t"}
+        conn.execute("INSERT INTO fencepost.tenant (tenant, epoch) VALUES ('t', 2)")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 4)] == ["behind"]
+        conn.execute("UPDATE fencepost.job SET epoch = 2 WHERE operation = 'queued-7'")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 4)] == ["queued-7"]
+
+
+def test_the_floor_holds_work_of_every_tenant_without_a_row(database: Database) -> None:
+    with database.connect() as conn:
+        conn.autocommit = True
+        given(conn, "old")
+        given(conn, "new", tenant="u")
+        conn.autocommit = False
+        conn.execute("UPDATE fencepost.installation SET epoch_counter = 2, floor = 2")
+        conn.execute("UPDATE fencepost.job SET epoch = 2 WHERE operation = 'new'")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 4)] == ["new"]
+        conn.rollback()
+
+
+def test_several_classes_share_one_order_and_leave_the_rest_to_others(database: Database) -> None:
+    with two(database) as (auto, manual):
+        names = ("a.a", "a.b", "a.c")
+        for priority, job_class in enumerate([*names, *reversed(names)]):
+            given(auto, f"op-{priority}", job_class=job_class)
+            auto.execute(
+                "UPDATE fencepost.job SET priority = %(p)s WHERE operation = %(o)s",
+                {"p": priority, "o": f"op-{priority}"},
+            )
+        first = [job.operation for job in claim(manual, "a", [*names, "a.a"], 2)]
+        rest = [job.operation for job in claim(auto, "b", names, 100)]
+        assert first == ["op-5", "op-4"]
+        # What the first claim looked at beyond its share, at most one job of a class, it holds until its commit.
+        assert rest == ["op-2", "op-1"]
+        manual.commit()
+        last = [job.operation for job in claim(auto, "b", names, 100)]
+        assert last == ["op-3", "op-0"]
+
+
+@pytest.mark.parametrize("planned", ["fresh", "before the backlog"])
+def test_a_claim_costs_what_it_takes_and_not_the_backlog(database: Database, planned: str) -> None:
+    """Counted in blocks, of the whole call; also for a session whose plans are older than the backlog."""
+    touched: list[int] = []
+    with database.connect(autocommit=True) as conn:
+        given(conn, "seed")
+        given(conn, "seed", job_class="another.class")
+        for total in (1_000, 20_000):
+            with database.connect(autocommit=True) as session:
+                for _ in range(8):
+                    blocks(session)
+                if planned == "fresh":
+                    conn.execute("VACUUM ANALYZE fencepost.job")
+                backlog(conn, total)
+                if planned == "fresh":
+                    conn.execute("VACUUM ANALYZE fencepost.job")
+                blocks(session)
+                touched.append(blocks(session))
+    assert touched[1] < touched[0] * 1.5 + 50 and touched[1] < 1_000, touched
+
+
+def blocks(conn: Conn) -> int:
+    """The blocks that a claim of four touches; it is taken back."""
+    with conn.transaction(force_rollback=True):
+        row = conn.execute(
+            "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) SELECT * FROM fencepost.claim('w', %(c)s, 4)",
+            {"c": [CLASS, "another.class"]},
+        ).fetchone()
+    assert row is not None
+    plan: dict[str, int] = row[0][0]["Plan"]
+    return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+
+
+def backlog(conn: Conn, total: int, *, priority: int = 0) -> None:
+    """So many queued jobs of the class, made from one that is there; no statistics are gathered."""
+    conn.execute(
+        "INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, priority, run_at)"
+        " SELECT 't', 'queued-' || n, j.class, j.args, j.meaning, j.digest, 1, 1, %(priority)s, j.run_at"
+        " FROM generate_series(1, %(total)s) AS n,"
+        " (SELECT * FROM fencepost.job WHERE class = %(class)s AND operation NOT LIKE 'queued-%%' LIMIT 1) AS j"
+        " ON CONFLICT DO NOTHING",
+        {"total": total, "class": CLASS, "priority": priority},
+    )
+
+
 def test_an_unknown_or_pending_effect_excludes_every_claim(database: Database) -> None:
     """F4 and F6: neither a claim nor the reaper makes it runnable."""
     with database.connect(autocommit=True) as conn:
@@ -230,7 +317,7 @@ def test_begin_and_takeover_race_at_the_edge_of_the_lease_without_a_wrong_claim(
         for number, (operation, job) in enumerate(jobs.items()):
             look.execute(
                 "UPDATE fencepost.job SET lease_until = clock_timestamp() + %(us)s * interval '1 us' WHERE operation = %(o)s",
-                {"us": 300 + number * 150 % 3000, "o": operation},
+                {"us": 300 + number * 300, "o": operation},
             )
             try:
                 begun(holder, job.fence, timeout=0.001)

@@ -11,18 +11,20 @@ import psycopg.sql
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from fencepost.jobs.claim import claim
 from fencepost.jobs.publish import FencedTransaction, publish, published
 from fencepost.jobs.submit import submit
 from fencepost.schemas.errors import (
     CommitWasRollback,
     InvalidInput,
+    LeaseLost,
     StaleFence,
     Unreachable,
     Unresolved,
     WrongTransaction,
 )
 from support.database import Database
-from support.jobs import claimed, column, expire, given, results, save, show
+from support.jobs import CLASS, Conn, claimed, column, expire, given, results, save, show
 from support.processes import wait_for
 from support.proxy import Proxy
 
@@ -167,6 +169,60 @@ def test_the_lease_that_ends_inside_the_callback_publishes_nothing(database: Dat
         assert refused.value.field == "lease" and results(conn) == []
         publish(conn, claimed(conn).fence, lambda tx: save(tx, by="successor"))
         assert results(conn) == ["successor"]
+
+
+def test_the_transaction_has_limits_from_the_lease_and_a_stricter_one_of_the_session_stays(database: Database) -> None:
+    def limits(conn: Conn) -> tuple[str, ...]:
+        names = ("statement_timeout", "idle_in_transaction_session_timeout")
+        return tuple(conn.execute(f"SHOW {name}".encode()).fetchone()[0] for name in names)  # type: ignore[index]
+
+    with database.connect(autocommit=True) as conn:
+        for operation in ("plain", "limited", "strict"):
+            given(conn, operation)
+        job = {job.operation: job.fence for job in claim(conn, "w", [CLASS], 3)}
+        assert publish(conn, job["plain"], limits) == ("0", "0")
+        assert publish(conn, job["limited"], limits, lease=20.0) == ("21s", "21s")
+        assert limits(conn) == ("0", "0")
+        conn.execute("SET statement_timeout = '7s'")
+        assert publish(conn, job["strict"], limits, lease=20.0) == ("7s", "21s")
+        assert limits(conn) == ("7s", "0")
+
+
+def test_a_timeout_of_the_callbacks_own_is_not_taken_for_the_end_of_the_lease(database: Database) -> None:
+    def callback(tx: FencedTransaction) -> None:
+        save(tx)
+        tx.execute("SET LOCAL statement_timeout = '50ms'")
+        tx.execute("SELECT pg_sleep(5)")
+
+    with database.connect(autocommit=True) as conn:
+        given(conn)
+        with pytest.raises(psycopg.errors.QueryCanceled):
+            publish(conn, claimed(conn).fence, callback, lease=20.0)
+        assert results(conn) == [] and show(conn) == "running"
+
+
+@pytest.mark.parametrize("how", ["idle", "in a statement", "before the callback"])
+def test_a_publication_that_hangs_past_its_lease_ends_with_nothing_published(database: Database, how: str) -> None:
+    def callback(tx: FencedTransaction) -> None:
+        save(tx)
+        if how == "idle":
+            pid = tx.info.backend_pid
+            query = "SELECT count(*) FROM pg_stat_activity WHERE pid = %(pid)s"
+            wait_for(lambda: look.execute(query, {"pid": pid}).fetchone() == (0,), 10, "the session to be ended")
+        else:
+            tx.execute("SELECT pg_sleep(20)")
+
+    with database.connect(autocommit=True) as look, database.connect() as holder:
+        given(look)
+        f = claimed(look).fence
+        if how == "before the callback":
+            holder.execute("SELECT FROM fencepost.job FOR UPDATE")
+        with database.connect(autocommit=True) as conn, pytest.raises(LeaseLost) as lost:
+            publish(conn, f, callback, lease=0.2)
+        holder.rollback()
+        assert lost.value.field == "lease" and results(look) == []
+        publish(database.dsn, f, lambda tx: save(tx))
+        assert results(look) == ["a"]
 
 
 def test_a_connection_lost_before_the_commit_published_nothing(database: Database) -> None:

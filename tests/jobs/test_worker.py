@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from fencepost.jobs.cancel import cancel
 from fencepost.jobs.claim import Job, claim
 from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.effects import Success
+from fencepost.jobs.publish import FencedTransaction
 from fencepost.jobs.worker import Backoff, Poison, Retry, Worker
-from fencepost.schemas.errors import ConfigError, InvalidInput, LeaseLost, StaleFence, Unreachable
+from fencepost.schemas.errors import ConfigError, InvalidInput, LeaseLost, StaleFence, Unreachable, WrongTransaction
 from support.database import Database
 from support.jobs import CLASS, begun, claimed, column, effect, expire, given, results, save, show
 from support.processes import wait_for
@@ -83,6 +86,97 @@ def test_a_handler_that_raises_is_retried_and_then_poison_with_a_typed_reason_on
         assert reason == ("attempts_exhausted", "handler_raised: ValueError")
         assert column(conn, "reason", "poison") == "unusable_document"
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_inside_a_publication_neither_effect_nor_publication_nor_reading_is_waited_for(
+    database18: Database, kind: str
+) -> None:
+    """Each would wait for the row that the callback's transaction holds, or for the lane that the callback is in."""
+    worker = Worker()
+    refused: list[str | None] = []
+
+    def nested(call: Callable[[], object]) -> None:
+        with pytest.raises(WrongTransaction) as error:
+            call()
+        refused.append(error.value.field)
+
+    @worker.job("a.sync", **QUICK)
+    def sync(ctx: Context, job: Job) -> None:
+        assert ctx.effect("before", lambda request, dispatch: Success("r-1"), {"n": 1}).receipt == "r-1"
+
+        def callback(tx: FencedTransaction) -> None:
+            save(tx, job.operation)
+            nested(lambda: ctx.effect("k", lambda request, dispatch: Success("r"), {"n": 1}))
+            nested(lambda: ctx.publish(lambda inner: None))
+            nested(ctx.staged)
+            assert ctx.stage({"n": 1})
+
+        ctx.publish(callback)
+
+    @worker.job("a.async", **QUICK)
+    async def asynchronous(ctx: AsyncContext, job: Job) -> None:
+        loop = asyncio.get_running_loop()
+
+        def wait(work: Coroutine[Any, Any, object]) -> object:
+            return asyncio.run_coroutine_threadsafe(work, loop).result(10)
+
+        def callback(tx: FencedTransaction) -> None:
+            save(tx, job.operation)
+            nested(lambda: wait(ctx.effect("k", lambda request, dispatch: Success("r"), {"n": 1})))
+            nested(lambda: wait(ctx.publish(lambda inner: None)))
+            nested(lambda: wait(ctx.staged()))
+            assert wait(ctx.stage({"n": 1}))
+
+        await ctx.publish(callback)
+
+    with database18.connect(autocommit=True) as conn:
+        given(conn, job_class=f"a.{kind}")
+        with running(worker, database18, concurrency=1):
+            becomes(conn, "done", job_class=f"a.{kind}", within=10.0)
+        assert results(conn) == ["a"] and refused == ["publication"] * 3
+
+
+@pytest.mark.parametrize("how", ["idle", "in a statement"])
+def test_a_callback_that_hangs_loses_its_transaction_soon_after_its_lease_and_is_told(
+    database18: Database, how: str
+) -> None:
+    worker = Worker()
+    release = threading.Event()
+    told: list[bool] = []
+    raised: list[BaseException] = []
+
+    @worker.job(CLASS, **quick(lease=0.6))
+    def handler(ctx: Context, job: Job) -> None:
+        if job.attempts > 1:
+            ctx.publish(lambda tx: save(tx, by="successor"))
+            return
+
+        def callback(tx: FencedTransaction) -> None:
+            save(tx)
+            if how == "idle":
+                told.append(ctx.lost.wait(10))
+                release.wait(20)
+            else:
+                tx.execute("SELECT pg_sleep(20)")
+
+        try:
+            ctx.publish(callback)
+        except BaseException as error:
+            told.append(ctx.lost.is_set())
+            raised.append(error)
+            raise
+
+    with database18.connect(autocommit=True) as conn:
+        given(conn, lease=0.6)
+        with running(worker, database18, concurrency=2):
+            try:
+                becomes(conn, "done", within=8.0)
+            finally:
+                release.set()
+            wait_for(lambda: len(raised) == 1, 10, "the first handler to end")
+        assert results(conn) == ["successor"] and all(told)
+    assert isinstance(raised[0], LeaseLost) and raised[0].field == "lease"
 
 
 @pytest.mark.parametrize("how", ["sleeping", "spinning"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from fencepost.schemas import migrate
@@ -36,6 +37,35 @@ def test_running_again_changes_nothing(empty_database: Database) -> None:
     assert report.applied == () and report.armed and not report.created
     with empty_database.connect() as conn:
         assert describe(conn) == before
+
+
+def test_running_again_waits_for_no_work_under_way_and_no_work_for_it(database: Database) -> None:
+    """The locks of every kind of writer are held throughout: a run that needs more would wait, or deadlock."""
+    used = "attempt, authority_log, decision, effect, effect_event, job, outbox, publication, slot, staged"
+    with database.connect() as writer, database.connect(autocommit=True) as other:
+        other.execute("SET lock_timeout = '5s'")
+        other.execute("SELECT fencepost.register_class('c', 'strict', '9 s', 5, 5, '1 s', '5 s', '9 s', '9 s')")
+        writer.execute("LOCK TABLE fencepost.gate IN ROW SHARE MODE")
+        for table in used.split(", "):
+            writer.execute(sql.SQL("LOCK TABLE {} IN ROW EXCLUSIVE MODE").format(sql.Identifier("fencepost", table)))
+
+        assert migrate.apply(database.dsn, state=database.state).armed
+        assert other.execute("SELECT count(*) FROM fencepost.claim('w', ARRAY['c'], 4)").fetchone() == (0,)
+        writer.commit()
+
+
+def test_the_triggers_are_made_once_and_made_again_when_they_are_gone(database: Database) -> None:
+    query = """SELECT tgrelid::regclass::text, tgname, oid FROM pg_trigger
+               WHERE tgname IN ('append_only', 'generation_guard', 'publication_guard') ORDER BY 1, 2"""
+    with database.connect(autocommit=True) as conn:
+        before = conn.execute(query).fetchall()
+        conn.execute("DROP TRIGGER append_only ON fencepost.staged")
+
+        migrate.apply(database.dsn, state=database.state)
+
+        after = conn.execute(query).fetchall()
+    assert len(before) == 9 and [row[:2] for row in after] == [row[:2] for row in before]
+    assert [was[0] for was, now in zip(before, after, strict=True) if was[2] != now[2]] == ["fencepost.staged"]
 
 
 def test_two_runs_at_once_do_the_work_once(empty_database: Database) -> None:

@@ -73,8 +73,12 @@ class Conduct:
     def begin(
         self, effect_key: str, request: Mapping[str, object] | bytes, kind: Kind, timeout: float | None
     ) -> Future[Opened | Recorded]:
-        """Records the intent; the deadline counts from now, before the round trip."""
+        """Records the intent; the deadline counts from now, before the round trip.
+
+        Raises WrongTransaction while the attempt publishes: the callback's transaction holds the job's row.
+        """
         started = time.monotonic()
+        self._execution.forbid_inside("an effect")
         as_effect_key(effect_key)
         seconds = self._execution.policy.max_effect_timeout if timeout is None else timeout
         if not math.isfinite(seconds) or seconds <= 0:

@@ -53,6 +53,7 @@ class Held:
 
     def _publish(self, callback: Callable[[FencedTransaction], T]) -> Future[T]:
         execution = self._execution
+        execution.forbid_inside("another publication")
         if execution.published:
             raise WrongTransaction(
                 "this attempt has published", field="publication", hint="write everything in one callback"
@@ -62,7 +63,7 @@ class Held:
             done = False
             execution.begin_writing()
             try:
-                result = publish(conn, execution.job.fence, callback)
+                result = publish(conn, execution.job.fence, callback, lease=execution.left())
                 done = True
                 return result
             finally:
@@ -75,6 +76,7 @@ class Held:
         return self._outcomes.send(lambda conn: staging.stage(conn, self._execution.job.fence, result))
 
     def _staged(self) -> Future[staging.Staged | None]:
+        self._execution.forbid_inside("reading what was staged")
         return self._work.send(lambda conn: staging.staged(conn, self._execution.job.fence))
 
 
@@ -96,7 +98,8 @@ class Context(Held):
         call runs in a helper thread and is abandoned at the deadline. Only a returned Success, a raised NotDispatched
         and ConnectionRefusedError are definite; anything else leaves the effect unknown and the job blocked until it
         is reconciled: EffectUnknown. A definite failure raises NotDispatched, and may be tried again. Also raises
-        StaleFence, EffectOpen, OperationConflict (same key, other request), EffectLimit, FinishOnly.
+        StaleFence, EffectOpen, OperationConflict (same key, other request), EffectLimit, FinishOnly, and WrongTransaction
+        inside a publication's callback.
         """
         if inspect.iscoroutinefunction(call):
             raise InvalidInput(
@@ -123,7 +126,8 @@ class Context(Held):
     def publish(self, callback: Callable[[FencedTransaction], T]) -> T:
         """Commits what ``callback(tx)`` writes and completes the job, behind the fence; returns what it returned.
 
-        Raises as ``fencepost.jobs.publish.publish`` does; after StaleFence, ``stage`` still works.
+        Raises as ``fencepost.jobs.publish.publish`` does; after StaleFence and LeaseLost, ``stage`` still works. Inside
+        the callback of this context only ``stage``, ``check``, ``lost`` and ``lease_left`` may be used: WrongTransaction.
         """
         return self._publish(callback).result()
 
@@ -132,7 +136,7 @@ class Context(Held):
         return self._stage(result).result()
 
     def staged(self) -> staging.Staged | None:
-        """The newest result that any attempt staged for this job, or None."""
+        """The newest result that any attempt staged for this job, or None; WrongTransaction inside a callback."""
         return self._staged().result()
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from fencepost.jobs.claim import Job, JobClassPolicy
-from fencepost.schemas.errors import LeaseLost
+from fencepost.schemas.errors import LeaseLost, WrongTransaction
 
 __all__ = ["Execution", "Poison", "Retry"]
 
@@ -58,6 +58,15 @@ class Execution:
     def writing(self) -> bool:
         """A publication is under way: it holds the job's row, and renewing would only wait for it."""
         return self._writing > 0
+
+    def forbid_inside(self, what: str) -> None:
+        """Raises WrongTransaction while a publication is under way: ``what`` would wait for it, and it for ``what``."""
+        if self.writing:
+            raise WrongTransaction(
+                f"{what} is refused while this attempt publishes",
+                field="publication",
+                hint="call it before publish; inside the callback only write with its transaction",
+            )
 
     def left(self) -> float:
         """Seconds for which the lease certainly holds, at least 0."""

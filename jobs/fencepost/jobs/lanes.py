@@ -26,6 +26,7 @@ __all__ = ["Lanes", "LanesClosed"]
 T = TypeVar("T")
 Work = Callable[[Connection[Any]], T]
 
+PASSING = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.LockNotAvailable)
 RETRY_SECONDS = 0.05
 RETRY_SECONDS_MAX = 1.0
 JOIN_SECONDS = 1.0
@@ -40,8 +41,8 @@ class LanesClosed(Unreachable):
 class Lanes:
     """Runs work on a fixed number of threads, each with an autocommit connection that is replaced when it breaks.
 
-    ``budget`` is for how many seconds work that lost its connection is tried again, 0 for never; work given to lanes
-    with a budget must therefore be safe to repeat. At most ``waiting_max`` pieces of work wait.
+    ``budget`` is for how many seconds work that lost its connection, a deadlock or a wait for a lock is tried again, 0
+    for never; work given to lanes with a budget must therefore be safe to repeat. At most ``waiting_max`` pieces wait.
     """
 
     def __init__(self, dsn: str, name: str, threads: int, *, budget: float = 0.0, waiting_max: int = 10_000) -> None:
@@ -109,8 +110,9 @@ class Lanes:
                     conn = connect(self.dsn, autocommit=True)
                 result = work(conn)
             except (psycopg.OperationalError, Unreachable, NotArmed) as error:
-                # Only what may pass is tried again: a lost connection, and a restart that the keeper is about to mend.
-                passing = conn is None or conn.closed or isinstance(error, NotArmed)
+                # Only what may pass is tried again: a lost connection, a restart that the keeper is about to mend, and
+                # what PostgreSQL rolled back because of others.
+                passing = conn is None or conn.closed or isinstance(error, (NotArmed, *PASSING))
                 if passing and time.monotonic() + pause < until and not self._closed.is_set():
                     time.sleep(pause)
                     pause = min(pause * 2, RETRY_SECONDS_MAX)

@@ -7,6 +7,7 @@ Crash here: [P] before the commit nothing was published and the successor does i
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, LiteralString, TypeVar
@@ -24,6 +25,7 @@ from fencepost.schemas.errors import (
     CommitWasRollback,
     FencepostError,
     InvalidInput,
+    LeaseLost,
     Unreachable,
     Unresolved,
     WrongTransaction,
@@ -33,15 +35,34 @@ __all__ = ["PUBLISHED", "FencedTransaction", "publish", "published"]
 
 T = TypeVar("T")
 
+LOST = (psycopg.OperationalError, psycopg.errors.IdleInTransactionSessionTimeout)
+MARGIN_SECONDS = 1.0
+MAX_SECONDS = 1_000_000.0
+
+# A limit of the session that is stricter stays.
+LIMIT: LiteralString = """
+SELECT set_config(s.name, %(ms)s::text || 'ms', true)
+FROM (VALUES ('statement_timeout'), ('idle_in_transaction_session_timeout')) AS s (name)
+WHERE current_setting(s.name)::interval NOT BETWEEN interval '1 ms' AND %(ms)s * interval '1 ms'"""
 PUBLISHED: LiteralString = "SELECT fencepost.published(%(tenant)s, %(operation)s, %(class)s, %(attempt)s)"
 
 
-def publish(conn_or_dsn: Connection[Any] | str, f: Fence, callback: Callable[[FencedTransaction], T]) -> T:
+def publish(
+    conn_or_dsn: Connection[Any] | str,
+    f: Fence,
+    callback: Callable[[FencedTransaction], T],
+    *,
+    lease: float | None = None,
+) -> T:
     """Commits what the callback wrote and completes the job, or does neither; returns what the callback returned.
 
     Opens and ends a transaction of its own; a connection must be idle. The callback gets a FencedTransaction and does
     nothing but write to this database: while it runs the job is locked and the lease is not renewed. When it raises,
     everything is rolled back and its exception comes out.
+
+    ``lease``: seconds that are left of it. A second after its end PostgreSQL breaks off a statement that still runs, and
+    ends the session of a callback that does nothing: LeaseLost, nothing was published, and the job is free for its
+    successor. Without it only the session's own limits hold.
 
     Raises StaleFence when the fence does not hold before, after or at the commit; EffectOpen; CommitWasRollback when
     the callback swallowed an SQL error; WrongTransaction for a connection in a transaction; Unreachable when the
@@ -50,6 +71,8 @@ def publish(conn_or_dsn: Connection[Any] | str, f: Fence, callback: Callable[[Fe
     """
     if inspect.iscoroutinefunction(callback):
         raise InvalidInput("the callback is asynchronous", field="callback", hint="write with plain functions here")
+    limit = None if lease is None else min(max(lease, 0.0) + MARGIN_SECONDS, MAX_SECONDS)
+    over = None if lease is None else time.monotonic() + lease
     with _opened(conn_or_dsn) as conn:
         if conn.info.transaction_status is not TransactionStatus.IDLE:
             raise WrongTransaction(
@@ -58,11 +81,23 @@ def publish(conn_or_dsn: Connection[Any] | str, f: Fence, callback: Callable[[Fe
         try:
             if conn.autocommit:
                 conn.execute("BEGIN")
+            if limit is not None:
+                conn.execute(LIMIT, {"ms": round(limit * 1000)})
             result = _write(conn, f, callback)
         except BaseException as error:
-            lost = conn.closed and isinstance(error, psycopg.OperationalError)
+            lost = conn.closed and isinstance(error, LOST)
             if not conn.closed:
                 conn.rollback()
+            if (
+                (lost or isinstance(error, psycopg.errors.QueryCanceled))
+                and over is not None
+                and time.monotonic() > over
+            ):
+                raise LeaseLost(
+                    "the lease ended inside the publication, and nothing was published",
+                    field="lease",
+                    hint="write only what is computed already; stage it for the successor",
+                ) from error
             if lost:
                 raise _unreachable(conn_or_dsn, "the connection was lost before the commit") from error
             raise

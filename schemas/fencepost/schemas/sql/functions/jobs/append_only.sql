@@ -14,16 +14,24 @@ BEGIN
     RETURN NULL;
 END $$;
 
+-- Locks: none where the trigger exists. Creating it, even the same again, locks out every writer of its table, and a
+-- later run of the migrations would deadlock with work under way.
 DO $$
 DECLARE
     v_table text;
 BEGIN
     FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event'] LOOP
-        EXECUTE format('CREATE OR REPLACE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
-                       'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
+        IF NOT EXISTS (SELECT FROM pg_trigger
+                       WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
+            EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
+                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
+        END IF;
     END LOOP;
-    CREATE OR REPLACE TRIGGER generation_guard BEFORE UPDATE ON fencepost.job
-    FOR EACH ROW WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard();
-    CREATE OR REPLACE TRIGGER generation_guard BEFORE UPDATE ON fencepost.slot
-    FOR EACH ROW WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard();
+    FOREACH v_table IN ARRAY ARRAY['job', 'slot'] LOOP
+        IF NOT EXISTS (SELECT FROM pg_trigger
+                       WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'generation_guard') THEN
+            EXECUTE format('CREATE TRIGGER generation_guard BEFORE UPDATE ON fencepost.%I FOR EACH ROW '
+                           'WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard()', v_table);
+        END IF;
+    END LOOP;
 END $$;
