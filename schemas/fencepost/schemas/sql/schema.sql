@@ -1166,18 +1166,26 @@ BEGIN
     RETURN NULL;
 END $$;
 
+-- Locks: none where the trigger exists. Creating it, even the same again, locks out every writer of its table, and a
+-- later run of the migrations would deadlock with work under way.
 DO $$
 DECLARE
     v_table text;
 BEGIN
     FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event'] LOOP
-        EXECUTE format('CREATE OR REPLACE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
-                       'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
+        IF NOT EXISTS (SELECT FROM pg_trigger
+                       WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
+            EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
+                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
+        END IF;
     END LOOP;
-    CREATE OR REPLACE TRIGGER generation_guard BEFORE UPDATE ON fencepost.job
-    FOR EACH ROW WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard();
-    CREATE OR REPLACE TRIGGER generation_guard BEFORE UPDATE ON fencepost.slot
-    FOR EACH ROW WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard();
+    FOREACH v_table IN ARRAY ARRAY['job', 'slot'] LOOP
+        IF NOT EXISTS (SELECT FROM pg_trigger
+                       WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'generation_guard') THEN
+            EXECUTE format('CREATE TRIGGER generation_guard BEFORE UPDATE ON fencepost.%I FOR EACH ROW '
+                           'WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard()', v_table);
+        END IF;
+    END LOOP;
 END $$;
 
 
@@ -1302,12 +1310,50 @@ BEGIN
     RETURN v_exec;
 END $$;
 
+-- A cursor over the due jobs of one class, the most urgent first, which locks each job as it is fetched and skips what
+-- others hold. Work under another epoch than its tenant's is passed over.
+-- The index job_queued has this order: a fetch costs what it fetches, not the backlog. The settings keep it so for plans
+-- that are older than the backlog.
+CREATE OR REPLACE FUNCTION fencepost._due(p_class text, p_floor bigint, p_limit integer)
+RETURNS refcursor LANGUAGE plpgsql
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off AS $$
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_due refcursor;
+BEGIN
+    OPEN v_due NO SCROLL FOR
+        SELECT j.tenant, j.operation, j.priority, j.run_at FROM fencepost.job AS j
+        WHERE j.exec = 'queued' AND j.class = p_class AND j.run_at <= v_now AND j.open_effects = 0
+          AND j.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
+        ORDER BY j.priority DESC, j.run_at LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED;
+    RETURN v_due;
+END $$;
+
 -- Claims due work under finite leases, each with a new attempt and the next generation; an attempt counts here, so a
 -- crash counts. Work with a pending or unknown effect is never claimed.
+-- Locks: gate, then what is claimed and at most one more job of each class: the classes' queues are merged by their heads.
 CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off AS $$
+DECLARE
+    v_floor bigint;
+    v_class text;
+    v_due refcursor;
+    v_job record;
+    v_best integer;
+    v_queues refcursor[] := '{}';
+    v_classes text[] := '{}';
+    -- The head of each queue; its run_at is null once the queue is empty.
+    v_tenants text[] := '{}';
+    v_operations text[] := '{}';
+    v_priorities integer[] := '{}';
+    v_run_ats timestamptz[] := '{}';
+    -- What is taken.
+    v_taken_tenants text[] := '{}';
+    v_taken_operations text[] := '{}';
+    v_taken_classes text[] := '{}';
 BEGIN
     PERFORM fencepost._require_identity('owner', p_owner);
     IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
@@ -1320,13 +1366,41 @@ BEGIN
     PERFORM fencepost._enter();
     PERFORM fencepost._reap(p_classes, 100);
     PERFORM fencepost._expire_effects(p_classes, 100);
+    SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
+    FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
+        v_due := fencepost._due(v_class, v_floor, p_limit);
+        FETCH v_due INTO v_job;
+        IF FOUND THEN
+            v_queues := array_append(v_queues, v_due);
+            v_classes := array_append(v_classes, v_class);
+            v_tenants := array_append(v_tenants, v_job.tenant);
+            v_operations := array_append(v_operations, v_job.operation);
+            v_priorities := array_append(v_priorities, v_job.priority);
+            v_run_ats := array_append(v_run_ats, v_job.run_at);
+        ELSE
+            CLOSE v_due;
+        END IF;
+    END LOOP;
+    WHILE cardinality(v_taken_tenants) < p_limit LOOP
+        SELECT h.n INTO v_best FROM unnest(v_priorities, v_run_ats) WITH ORDINALITY AS h (priority, run_at, n)
+        WHERE h.run_at IS NOT NULL ORDER BY h.priority DESC, h.run_at, h.n LIMIT 1;
+        EXIT WHEN NOT FOUND;
+        v_taken_tenants := array_append(v_taken_tenants, v_tenants[v_best]);
+        v_taken_operations := array_append(v_taken_operations, v_operations[v_best]);
+        v_taken_classes := array_append(v_taken_classes, v_classes[v_best]);
+        EXIT WHEN cardinality(v_taken_tenants) = p_limit;
+        v_due := v_queues[v_best];
+        FETCH v_due INTO v_job;
+        v_tenants[v_best] := v_job.tenant;
+        v_operations[v_best] := v_job.operation;
+        v_priorities[v_best] := v_job.priority;
+        v_run_ats[v_best] := v_job.run_at;
+    END LOOP;
+    FOREACH v_due IN ARRAY v_queues LOOP
+        CLOSE v_due;
+    END LOOP;
     RETURN QUERY
-    WITH candidate AS MATERIALIZED (
-        SELECT j.tenant, j.operation, j.class FROM fencepost.job AS j
-        WHERE j.exec = 'queued' AND j.class = ANY (p_classes) AND j.run_at <= (SELECT clock_timestamp())
-          AND j.open_effects = 0 AND j.epoch = fencepost._epoch(j.tenant)
-        ORDER BY j.priority DESC, j.run_at LIMIT p_limit FOR NO KEY UPDATE SKIP LOCKED
-    ), claimed AS (
+    WITH claimed AS (
         UPDATE fencepost.job AS j SET
             exec = 'running',
             mode = CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 'finish' ELSE 'execute' END,
@@ -1335,7 +1409,8 @@ BEGIN
             attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
             finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM candidate AS c JOIN fencepost.job_class AS k ON k.class = c.class
+        FROM unnest(v_taken_tenants, v_taken_operations, v_taken_classes) AS c (tenant, operation, class)
+        JOIN fencepost.job_class AS k ON k.class = c.class
         WHERE j.tenant = c.tenant AND j.operation = c.operation AND j.class = c.class
           AND j.exec = 'queued' AND j.open_effects = 0 AND j.epoch = fencepost._epoch(j.tenant)
         RETURNING j.*, k.max_attempts AS class_max_attempts, k.lease
