@@ -468,10 +468,10 @@ CREATE UNIQUE INDEX parked_seq ON fencepost.parked (destination, seq);
 
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
-    'reconcile', 'cancel', 'requeue', 'routes', 'retry_parked', 'skip_parked', 'remove_destination'));
+    'reconcile', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0005_routing.sql', '0e7f345b89553d57f90986ca89336d3fc53b249500ee5c3d31c8c7612cea9d38');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0005_routing.sql', 'c5276af5e6e4405d9d37ff117e480dd0967e7006b3c83da44a54870a8f67cd8e');
 
 -- 0006_recycling.sql
 -- Recycling: how long events and their identities are kept, and what is gone.

@@ -27,4 +27,4 @@ CREATE UNIQUE INDEX parked_seq ON fencepost.parked (destination, seq);
 
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
-    'reconcile', 'cancel', 'requeue', 'routes', 'retry_parked', 'skip_parked', 'remove_destination'));
+    'reconcile', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination'));
