@@ -179,7 +179,7 @@ def test_the_transaction_has_limits_from_the_lease_and_a_stricter_one_of_the_ses
     with database.connect(autocommit=True) as conn:
         for operation in ("plain", "limited", "strict"):
             given(conn, operation)
-        job = {job.operation: job.fence for job in claim(conn, "w", [CLASS], 3)}
+        job = {str(job.operation): job.fence for job in claim(conn, "w", [CLASS], 3)}
         assert publish(conn, job["plain"], limits) == ("0", "0")
         assert publish(conn, job["limited"], limits, lease=20.0) == ("21s", "21s")
         assert limits(conn) == ("0", "0")
