@@ -41,9 +41,9 @@ MAX_SECONDS = 1_000_000.0
 
 # A limit of the session that is stricter stays.
 LIMIT: LiteralString = """
-SELECT set_config(s.name, %(ms)s::text || 'ms', true)
+SELECT set_config(s.name, %(ms)s::integer || 'ms', true)
 FROM (VALUES ('statement_timeout'), ('idle_in_transaction_session_timeout')) AS s (name)
-WHERE current_setting(s.name)::interval NOT BETWEEN interval '1 ms' AND %(ms)s * interval '1 ms'"""
+WHERE current_setting(s.name)::interval NOT BETWEEN interval '1 ms' AND %(ms)s::integer * interval '1 ms'"""
 PUBLISHED: LiteralString = "SELECT fencepost.published(%(tenant)s, %(operation)s, %(class)s, %(attempt)s)"
 
 
