@@ -15,7 +15,7 @@ KEYS: LiteralString = """
 SELECT DISTINCT k.slot, k.tenant, k.ordering_key FROM fencepost.parked AS k
 WHERE k.destination = %(destination)s AND k.slot = ANY (%(slots)s)"""
 DUE: LiteralString = """
-SELECT h.slot, h.seq, h.event_id, h.tenant, h.operation, h.type, h.version, h.epoch, h.ordering_key, h.digest, h.recorded_at,
+SELECT h.slot, h.seq, h.event_id::text, h.tenant, h.operation, h.type, h.version, h.epoch, h.ordering_key, h.digest, h.recorded_at,
        h.content_type, h.attributes::text, h.payload, h.reference, h.attempts
 FROM (SELECT DISTINCT ON (k.slot, k.tenant, k.ordering_key) k.* FROM fencepost.parked AS k
       WHERE k.destination = %(destination)s AND k.slot = ANY (%(slots)s)
