@@ -43,14 +43,14 @@ class Pace:
     """Times of a relay, in seconds, and its limits.
 
     `lease` bounds how long a dead relay holds its slots; `confirm` how long one send may wait for the broker; `poll_min`
-    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop. `batch` events are
-    read at once, `ahead` batches may wait for their confirms.
+    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop. About `batch` events
+    are read at once (where all slots have some), `ahead` batches may wait for their confirms.
     """
 
     lease: float = 30.0
     refresh: float = 2.0
     confirm: float = 10.0
-    poll_min: float = 0.01
+    poll_min: float = 0.005
     poll_max: float = 0.5
     drain: float = 10.0
     batch: int = 2000
@@ -109,6 +109,7 @@ class DestinationLoop:
         self._patience: float | None = None
         self._until: tuple[int, int] | None = None
         self._retry_at = 0.0
+        self._look_at = 0.0
         self._conn: Connection[Any] | None = None
         self._delivery = Delivery(
             destination.publisher,
@@ -190,7 +191,9 @@ class DestinationLoop:
                 self._said = ""
                 pause = self._pace.poll_min
             elif self._flights or self._reading is not None:
+                # Events that commit meanwhile do not wait for these confirms.
                 self._await(pause)
+                pause = min(self._pace.poll_max, pause * 1.5)
             else:
                 if once:
                     # Slots that are still not ours after a whole lease belong to a relay that lives and publishes them.
@@ -264,6 +267,11 @@ class DestinationLoop:
         if self._reading is not None or len(self._flights) >= self._pace.ahead or not self._lease.held:
             return False
         held = {s: h for s, h in self._lease.held.items() if s not in self._leaving}
+        if self.destination.routes_everything and self._until is None:
+            # There is nothing to find here, only old ticks to let go.
+            if time.monotonic() < self._look_at:
+                return False
+            self._look_at = time.monotonic() + self._pace.refresh
         if self._until is not None:
             era, newest = self._until
         elif any(h.read.between_pages for h in held.values()):
@@ -357,7 +365,7 @@ class DestinationLoop:
         if self._reading is not None and not self._reading.done():
             pending.append(self._reading)
         if pending:
-            wait(pending, timeout=max(seconds, 0.05), return_when=FIRST_COMPLETED)
+            wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
         else:
             self._stop.wait(seconds)
 
