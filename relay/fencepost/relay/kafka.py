@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -17,12 +16,11 @@ from confluent_kafka import KafkaError, KafkaException, Message
 from fencepost.relay.answers import Answers, StoppedKeys, key_of
 from fencepost.relay.kafka_client import Client, Clients
 from fencepost.relay.kafka_options import checked_options
+from fencepost.relay.kafka_record import Records, excess
 from fencepost.relay.kafka_reports import Failures, judge
 from fencepost.relay.kafka_topics import Topic, Topics
-from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Outgoing, ParkReason
-from fencepost.schemas.errors import ConfigError, FencepostError
-from fencepost.schemas.kafka_binding import Header, encoder
-from fencepost.schemas.kafka_binding import key as kafka_key
+from fencepost.relay.publisher import Answer, Outcome, Outgoing, ParkReason
+from fencepost.schemas.errors import ConfigError
 
 LOGGER = logging.getLogger(__name__)
 
@@ -31,15 +29,10 @@ BUSY_SECONDS = 0.002
 SERVE_EVERY = 100
 LINGER_MS = "2"
 MESSAGE_BYTES = 1_048_588
-RECORD_OVERHEAD = 128
-HEADER_OVERHEAD = 10
-KEY_AND_HEADERS_BYTES = 65_536
-"""More than key and headers of any event take: 4 KiB of our own, 16 attributes of 2 KiB, and their overhead."""
 
 _FATAL = KafkaError._FATAL  # pyright: ignore[reportPrivateUsage]
 _STOPPED = Outcome(Answer.WITHHELD, detail="an earlier event of its key has no confirm")
 
-_Headers = list[tuple[str, str | bytes | None]]
 _Report = Callable[[int, KafkaError | None, Message], None]
 
 
@@ -81,7 +74,7 @@ class KafkaPublisher:
         )
         self._delivery_timeout = delivery_timeout
         self._max_bytes = max_message_bytes
-        self._encode = encoder(source)
+        self._records = Records(source)
         self._topics = Topics({"bootstrap.servers": bootstrap, **checked}, metadata_refresh)
         self._clients = Clients(
             bootstrap,
@@ -217,18 +210,14 @@ class KafkaPublisher:
             if topic.reason is not None:
                 self._hold(answers, index, Outcome(Answer.REFUSED, topic.reason, name))
                 continue
-            record = self._record(row)
+            record = self._records.of(row)
             if isinstance(record, Outcome):
                 self._hold(answers, index, record)
                 continue
+            if not self._compressed and (more := excess(record, row.payload, topic.max_bytes)):
+                self._hold(answers, index, Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, more))
+                continue
             key, headers = record
-            limit = topic.max_bytes
-            if limit is not None and not self._compressed and len(row.payload) + KEY_AND_HEADERS_BYTES > limit:
-                size = _size(key, headers, row.payload)
-                if size > limit:
-                    detail = f"{size} bytes, the topic takes {limit}"
-                    self._hold(answers, index, Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, detail))
-                    continue
             try:
                 produce(name, row.payload, key, on_delivery=partial(report, index), headers=headers)
             except (BufferError, KafkaException) as error:
@@ -267,29 +256,6 @@ class KafkaPublisher:
             outcome = Outcome(Answer.WITHHELD, detail=code.name())
         self._hold(answers, index, outcome)
         return True
-
-    def _record(self, row: OutboxRow) -> tuple[bytes, _Headers] | Outcome:
-        """Key and headers, or why this row can never become a record."""
-        try:
-            if not row.payload:
-                raise ValueError("an empty payload would be a tombstone")
-            headers = self._encode(
-                row.event_id,
-                row.type,
-                row.version,
-                row.tenant,
-                row.operation,
-                row.ordering_key,
-                row.epoch,
-                row.digest,
-                row.seq,
-                row.recorded_at,
-                cast(dict[str, str], json.loads(row.attributes)) if row.attributes else None,
-                row.reference,
-            )
-            return kafka_key(row.tenant, row.ordering_key), cast(_Headers, headers)
-        except (FencepostError, ValueError, TypeError, AttributeError) as error:
-            return Outcome(Answer.REFUSED, ParkReason.UNDECODABLE, type(error).__name__)
 
     def _hold(self, answers: Answers, index: int, outcome: Outcome) -> None:
         self._stopped.stop(key_of(answers.batch[index]), answers)
@@ -338,11 +304,10 @@ class KafkaPublisher:
 
     def _over(self, event: Outgoing) -> bool:
         """Whether the event is larger, uncompressed, than its topic takes."""
-        limit = self._topics.limit(event.route.to)
-        record = self._record(event.row)
-        if limit is None or isinstance(record, Outcome):
-            return False
-        return _size(*record, event.row.payload) > limit
+        record = self._records.of(event.row)
+        return not isinstance(record, Outcome) and bool(
+            excess(record, event.row.payload, self._topics.limit(event.route.to))
+        )
 
     def _seal(self, answers: Answers, outcomes: list[Outcome]) -> None:
         self._failures.mark(answers, outcomes)
@@ -356,13 +321,3 @@ class KafkaPublisher:
             for answers in list(self._unresolved.values()):
                 if answers.deadline <= now:
                     answers.give_up("no delivery report by the deadline")
-
-
-def _size(key: bytes, headers: Sequence[Header] | _Headers, value: bytes) -> int:
-    """An upper bound of the bytes that the record takes uncompressed, alone in its batch."""
-    return (
-        len(key)
-        + len(value)
-        + RECORD_OVERHEAD
-        + sum(len(name) + len(content or b"") + HEADER_OVERHEAD for name, content in headers)
-    )

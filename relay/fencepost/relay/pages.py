@@ -67,6 +67,11 @@ class Tick:
     ceiling: str
     open: str
 
+    @property
+    def sees_all_below_its_hint(self) -> bool:
+        """True when no transaction was open then and none began before `next`: nothing can come late."""
+        return self.open == "{}" and self.ceiling == self.next
+
 
 @dataclass(slots=True)
 class Progress:
@@ -167,7 +172,7 @@ class PageReader:
         return parts
 
     def _late_from(self, start: Tick, end: Tick) -> dict[int, int]:
-        if start.n == end.n:
+        if start.n == end.n or start.sees_all_below_its_hint:
             return {}
         if (start.n, end.n) not in self._late:
             found = self._conn.execute(LATE_FROM, {"era": self._era, "start": start.n, "end": end.n}).fetchall()
