@@ -4,9 +4,10 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 BROKER ?= embedded
+BENCH  ?=
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check fuzz-order stack-up stack-down services
+.PHONY: help demo test check fuzz-order bench-relay stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,6 +30,9 @@ check: $(STAMP) ## linters, both type checkers, import contracts, layout
 
 fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, nothing out of order
 	$(PY) bench/fuzz_order.py
+
+bench-relay: $(STAMP) services ## the relay beside the limits of this machine, bounds checked (BENCH="--full --peers")
+	$(PY) bench/relay/run.py --gate $(BENCH)
 
 stack-up: $(STAMP) services ## start all services and leave them running; tests use them
 	PYTHONPATH=compose $(PY) -m stack up

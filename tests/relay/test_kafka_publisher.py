@@ -191,11 +191,11 @@ def test_a_producer_that_failed_for_good_is_replaced_and_its_events_are_unknown(
     with opened(on.publisher()) as publisher:
         assert send(publisher, [event(route, 1)]) == [CONFIRMED]  # the allowed control
         future = publisher.send([event(route, seq) for seq in range(2, 102)], time.monotonic() + 20)
-        client = publisher._client  # pyright: ignore[reportPrivateUsage]
+        client = publisher._clients.current  # pyright: ignore[reportPrivateUsage]
         assert client is not None
-        publisher._on_error(client, KafkaError(KafkaError._FATAL))  # pyright: ignore[reportPrivateUsage]
+        publisher._clients.failed(client, KafkaError(KafkaError._FATAL))  # pyright: ignore[reportPrivateUsage]
         assert send(publisher, [event(route, 102, "other")]) == [CONFIRMED]
         assert set(answers(future.result(timeout=21))) <= {Answer.CONFIRMED, Answer.UNKNOWN}
-        assert publisher._client is not client  # pyright: ignore[reportPrivateUsage]
+        assert publisher._clients.current is not client  # pyright: ignore[reportPrivateUsage]
         confirmed = answers(future.result()).count(Answer.CONFIRMED)
     assert len(on.read(route, confirmed + 2)) >= confirmed + 2

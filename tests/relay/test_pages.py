@@ -77,6 +77,16 @@ def test_parts_of_any_size_make_up_the_same_page(database: Database) -> None:
             assert seqs == sorted(seqs)
 
 
+def test_a_slot_that_alone_has_a_backlog_gets_larger_parts_and_the_same_page(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        accepted(database, *[f"new-{n}" for n in range(60)], key="k")
+        newest_tick(conn, 0)
+        slot = value(conn, SLOT_OF)
+        parts = whole(PageReader(conn, 1, rows_per_slot=5, rows_in_all=40), slot, 0, 1)
+        assert operations(parts) == [f"new-{n}" for n in range(60)]
+        assert [len(part.rows) for part in parts] == [5, 40, 15]
+
+
 def test_a_part_stays_within_its_share_of_memory_but_for_one_event(database: Database) -> None:
     with database.connect(autocommit=True) as conn:
         conn.execute(FILL)

@@ -89,6 +89,27 @@ def test_the_fast_encoder_writes_the_same_headers_from_columns(envelope: Envelop
     assert by_name == {f"ce_{name}": value for name, value in to_attributes(envelope).items()}
 
 
+@given(ENVELOPES)
+@settings(max_examples=40, deadline=None)
+def test_the_fast_encoder_of_amqp_writes_the_same_headers_from_columns(envelope: Envelope) -> None:
+    headers = amqp_binding.encoder(envelope.source)(
+        str(envelope.id),
+        envelope.type,
+        envelope.version,
+        envelope.tenant,
+        envelope.operation,
+        envelope.ordering_key,
+        envelope.epoch,
+        envelope.digest.raw,
+        envelope.sequence,
+        envelope.time.astimezone(timezone(timedelta(hours=5, minutes=30))),
+        envelope.attributes,
+        envelope.reference,
+    )
+
+    assert list(headers.items()) == list(amqp_binding.encode(envelope)[0].items())
+
+
 def refused(headers: list[tuple[str, bytes | None]], key: bytes | None, value: bytes | None) -> tuple[str, str | None]:
     with pytest.raises(Undecodable) as caught:
         kafka_binding.decode(headers, key, value)

@@ -60,7 +60,8 @@ def record(
             after = part.after
         if after is None:
             continue
-        covered.update(row.seq for row in done)
+        if settled.parked:
+            covered.update(row.seq for row in done)
         nothing = not part.rows and part.last and part.before.between_pages and part.slot not in moved
         if nothing and after.acked - held.recorded < TICKS_UNRECORDED:
             noted[part.slot] = after

@@ -20,7 +20,7 @@ BACKOFF_CAP_SECONDS = 2.0
 
 @dataclass(slots=True)
 class Settled:
-    """What became of a batch: sequence numbers that were confirmed, and what is set aside.
+    """What became of a batch: how many were confirmed (and, unless all were, which), and what is set aside.
 
     `unresolved` is empty unless delivery was told to stop or its lease ran out. Events of a lost slot are in none of them.
     """
@@ -28,6 +28,7 @@ class Settled:
     parked: list[Parking] = field(default_factory=list[Parking])
     unresolved: list[Outgoing] = field(default_factory=list[Outgoing])
     confirmed: set[int] = field(default_factory=set[int])
+    published: int = 0
     resent: int = 0
 
 
@@ -74,7 +75,7 @@ class Delivery:
     @staticmethod
     def all_confirmed(outcomes: Sequence[Outcome]) -> bool:
         """True when there is nothing left to settle."""
-        return all(o is CONFIRMED or o.answer is Answer.CONFIRMED for o in outcomes)
+        return outcomes.count(CONFIRMED) == len(outcomes) or all(o.answer is Answer.CONFIRMED for o in outcomes)
 
     def deliver(
         self, batch: Sequence[Outgoing], first: Sequence[Outcome] | None = None, *, patience: float | None = None
@@ -87,7 +88,7 @@ class Delivery:
         """
         settled = Settled()
         if first is not None and self.all_confirmed(first):
-            settled.confirmed = {item.row.seq for item in batch}
+            settled.published = len(batch)
             return settled
         # Invariant: a key in `blocked` has an event set aside in this batch; the index is that of the earliest.
         blocked: dict[tuple[str, str], int] = {}
@@ -140,6 +141,7 @@ class Delivery:
         match outcome.answer:
             case Answer.CONFIRMED:
                 settled.confirmed.add(row.seq)
+                settled.published += 1
                 if first is not None and behind:
                     settled.parked[blocked[key]] = Parking(first.row, first.reason, first.detail, row.seq)
                 return True

@@ -14,7 +14,7 @@ from typing import Any, Literal, LiteralString
 from psycopg import Connection
 from psycopg.types.json import Jsonb
 
-from fencepost.relay.publisher import Declarer, Inspectable, Outcome, Outgoing, Publisher, Route
+from fencepost.relay.publisher import Declarer, Inspectable, OutboxRow, Outcome, Outgoing, Publisher, Route
 from fencepost.relay.spans import Spans
 from fencepost.schemas.errors import ConfigError, RoutesChanged, Unreachable
 
@@ -193,6 +193,10 @@ class Destination:
         """True when this destination had a route for the type when the event was accepted: it publishes or parks it."""
         return self._spans.hold(type_, seq)
 
+    def answers_throughout(self, type_: str, rows: Sequence[OutboxRow]) -> bool:
+        """True when that is so for all these events of one type, which are in the order of the sequence."""
+        return self._spans.hold(type_, rows[0].seq, rows[-1].seq)
+
 
 def rows_of_spans(rows: Sequence[tuple[Any, ...]]) -> list[tuple[str, int, int | None]]:
     """The spans in rows of `STANDING`; a destination has at least one."""
@@ -240,6 +244,10 @@ class NoRoute:
     def answers_for(self, type_: str, seq: int) -> bool:
         """True when no destination had a route for the type when the event was accepted."""
         return not self._spans.hold(type_, seq)
+
+    def answers_throughout(self, type_: str, rows: Sequence[OutboxRow]) -> bool:
+        """Never taken for granted: each event is looked at."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,63 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import cast
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message
 
-from fencepost.relay.answers import OVERTAKEN, Answers, Key, StoppedKeys, key_of
+from fencepost.relay.answers import Answers, StoppedKeys, key_of
+from fencepost.relay.kafka_client import Client, Clients
 from fencepost.relay.kafka_inspection import Inspector
 from fencepost.relay.kafka_options import checked_options
-from fencepost.relay.kafka_topics import Topics
-from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place, Route
-from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
-from fencepost.schemas.kafka_binding import Header, encoder
-from fencepost.schemas.kafka_binding import key as kafka_key
+from fencepost.relay.kafka_record import Records, excess
+from fencepost.relay.kafka_reports import Failures, judge
+from fencepost.relay.kafka_topics import Topic, Topics
+from fencepost.relay.publisher import Answer, Outcome, Outgoing, ParkReason, Place, Route
+from fencepost.schemas.errors import ConfigError
 
 LOGGER = logging.getLogger(__name__)
-CLIENT_LOGGER = logging.getLogger(f"{__name__}.client")
 
-POLL_SECONDS = 0.05
-QUEUE_FULL_SECONDS = 0.005
-PURGED_SECONDS = 2.0
-CAREFUL_SECONDS = 60.0
-BATCH_BYTES = 1_000_000
+IDLE_SECONDS = 0.05
+BUSY_SECONDS = 0.002
+SERVE_EVERY = 100
+LINGER_MS = "2"
 MESSAGE_BYTES = 1_048_588
-RECORD_OVERHEAD = 128
-HEADER_OVERHEAD = 10
 
-_REFUSALS: dict[int, ParkReason] = {
-    KafkaError.TOPIC_AUTHORIZATION_FAILED: ParkReason.NOT_AUTHORISED,
-    KafkaError.UNKNOWN_TOPIC_OR_PART: ParkReason.NO_SUCH_TOPIC,
-    KafkaError._UNKNOWN_TOPIC: ParkReason.NO_SUCH_TOPIC,  # pyright: ignore[reportPrivateUsage]
-    KafkaError.TOPIC_EXCEPTION: ParkReason.NO_SUCH_TOPIC,
-    KafkaError.INVALID_RECORD: ParkReason.UNDECODABLE,
-    KafkaError.INVALID_TIMESTAMP: ParkReason.UNDECODABLE,
-}
-"""Definite answers about one event. Everything that is not listed is unknown: it may have been stored."""
-
-_INNOCENT = KafkaError._INVALID_DIFFERENT_RECORD  # pyright: ignore[reportPrivateUsage]
 _FATAL = KafkaError._FATAL  # pyright: ignore[reportPrivateUsage]
+_STOPPED = Outcome(Answer.WITHHELD, detail="an earlier event of its key has no confirm")
 
-
-class _Client:
-    """One producer of librdkafka, with the batch size it was made for."""
-
-    def __init__(self, configuration: Mapping[str, object], batch_bytes: int, on_error: _OnError) -> None:
-        self.batch_bytes = batch_bytes
-        self.broken = False
-        settings = dict(configuration) | {"batch.size": batch_bytes, "error_cb": partial(on_error, self)}
-        self.producer = Producer(settings, logger=CLIENT_LOGGER)
-
-
-_OnError = Callable[[_Client, KafkaError], None]
+_Report = Callable[[int, KafkaError | None, Message], None]
 
 
 class KafkaPublisher:
@@ -67,12 +43,16 @@ class KafkaPublisher:
     `source`: CloudEvents source of the installation. `delivery_timeout` (seconds): librdkafka's message timeout; a send
     whose deadline is nearer is withheld, so that nothing can be delivered after the caller has given up the lease.
     `metadata_refresh` (seconds): how long the existence of a topic is believed. `max_queued`: events in the local queue;
-    beyond it `send` waits. `options`: see `kafka_options.ALLOWED`; ConfigError for anything else. Topics are only ever
-    created by `declare`, with `partitions` and `replication` (default: the broker's). The record's timestamp is the time of sending, since retention would otherwise delete a backlog at once;
-    the time of the event is the header `ce_time`.
+    beyond it sends wait for each other. `options`: see `kafka_options.ALLOWED`; ConfigError for anything else. Topics are
+    created by `declare` only, with `partitions` and `replication` (default: the broker's). The record's timestamp is the
+    time of sending, since retention would otherwise delete a backlog at once; the time of the event is the header
+    `ce_time`.
 
     Blame: Kafka refuses whole batches as too large. If an event that fits was in such a batch, it is nacked and batches
     hold a single event for a minute, so that only the guilty one is refused.
+
+    One thread hands over and runs the delivery reports, so that between a failure and the next event of its key nothing
+    slips through, and no two threads fight for the interpreter at every report.
     """
 
     def __init__(
@@ -92,53 +72,74 @@ class KafkaPublisher:
         if delivery_timeout <= 0:
             raise ConfigError("the delivery timeout must be positive", field="delivery_timeout", hint="seconds")
         self._bootstrap = bootstrap
-        self._options = checked_options(bootstrap, options or {}, insecure=insecure)
+        checked = checked_options(bootstrap, options or {}, insecure=insecure)
         self._compressed = any(
-            self._options.get(name, "none") not in {"none", "inherit"}
-            for name in ("compression.type", "compression.codec")
+            checked.get(name, "none") not in {"none", "inherit"} for name in ("compression.type", "compression.codec")
         )
         self._delivery_timeout = delivery_timeout
         self._max_bytes = max_message_bytes
-        self._max_queued = max_queued
-        self._encode = encoder(source)
-        self._topics = Topics({"bootstrap.servers": bootstrap, **self._options}, metadata_refresh)
-        self._inspector = Inspector(bootstrap, self._options)
         self._partitions = partitions
         self._replication = replication
-        self._handing = threading.Lock()
-        self._marking = threading.Lock()
+        self._inspector = Inspector(bootstrap, checked)
+        self._records = Records(source)
+        self._topics = Topics({"bootstrap.servers": bootstrap, **checked}, metadata_refresh)
+        self._clients = Clients(
+            bootstrap,
+            {
+                "linger.ms": LINGER_MS,
+                **checked,
+                "bootstrap.servers": bootstrap,
+                "enable.idempotence": True,
+                "acks": "all",
+                "message.timeout.ms": int(delivery_timeout * 1000),
+                "message.max.bytes": max_message_bytes,
+                "queue.buffering.max.messages": max_queued,
+                "allow.auto.create.topics": False,
+            },
+            self._serve,
+        )
+        self._sending = threading.Lock()
+        self._sent: SimpleQueue[Answers] = SimpleQueue()
         self._stopped = StoppedKeys()
+        self._failures = Failures()
         self._unresolved: dict[int, Answers] = {}
-        self._failed: dict[Key, tuple[int, int]] = {}
         self._number = 0
-        self._batch_bytes = BATCH_BYTES
-        self._careful_until = 0.0
-        self._client: _Client | None = None
-        self._retired: list[_Client] = []
         self._accepting = False
         self._ended = threading.Event()
-        self._server: threading.Thread | None = None
-        self._last_error = ""
+        self._threads: list[threading.Thread] = []
 
     def __repr__(self) -> str:
         return f"KafkaPublisher({self._bootstrap!r})"
 
     def open(self, deadline: float) -> None:
         """Connect, or raise `Unreachable` before `deadline` (monotonic seconds)."""
-        client = self._make()
-        try:
-            client.producer.list_topics(timeout=max(0.1, deadline - time.monotonic()))
-        except KafkaException as error:
-            client.producer.poll(0)
-            code = cast(KafkaError, error.args[0])
-            raise Unreachable(
-                f"Kafka does not answer: {self._last_error or code.name()}", address=self._bootstrap, field="bootstrap"
-            ) from None
-        self._client = client
+        self._clients.open(deadline)
         self._ended.clear()
         self._accepting = True
-        self._server = threading.Thread(target=self._serve, name="fencepost-kafka", daemon=True)
-        self._server.start()
+        self._threads = [
+            threading.Thread(target=self._hand_over_all, name="fencepost-kafka", daemon=True),
+            threading.Thread(target=self._watch, name="fencepost-kafka-deadlines", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, batch: Sequence[Outgoing], deadline: float) -> Future[list[Outcome]]:
+        """One outcome per event at `deadline` (monotonic seconds) at the latest; returns at once.
+
+        A send waits for room in the local queue, at the longest until `delivery_timeout` seconds before its deadline.
+        Withheld events were not sent. A confirmed event with detail "overtaken" arrived although an earlier one of its
+        key has no confirm.
+        """
+        with self._sending:
+            self._number += 1
+            answers = Answers(self._number, batch, deadline, self._seal)
+            self._stopped.sending(answers.number)
+            if self._accepting and batch:
+                self._unresolved[answers.number] = answers
+                self._sent.put(answers)
+                return answers.future
+        self._withhold(answers, 0, "the publisher is closed")
+        return answers.future
 
     def declare(self, routes: Sequence[Route], deadline: float) -> None:
         """Creates the topics that are missing and leaves the others as they are.
@@ -149,286 +150,194 @@ class KafkaPublisher:
         names = sorted({route.to for route in routes})
         self._topics.create(names, self._partitions, self._replication, deadline)
 
-    def send(self, batch: Sequence[Outgoing], deadline: float) -> Future[list[Outcome]]:
-        """One outcome per event at `deadline` (monotonic seconds) at the latest.
-
-        Waits for room in the local queue, at the longest until `delivery_timeout` seconds before the deadline. Withheld
-        events were not sent. A confirmed event with detail "overtaken" arrived although an earlier one of its key has
-        no confirm.
-        """
-        with self._handing:
-            self._number += 1
-            answers = Answers(self._number, batch, deadline, self._seal)
-            client = self._client
-            until = deadline - self._delivery_timeout
-            if not self._accepting or client is None:
-                self._withhold(answers, 0, "the publisher is closed")
-            elif time.monotonic() >= until:
-                self._withhold(answers, 0, "the deadline is nearer than the delivery timeout")
-            else:
-                self._unresolved[answers.number] = answers
-                try:
-                    self._hand_over(answers, until)
-                except Exception:
-                    LOGGER.exception("handing a batch over failed in an unexpected way; it is unknown")
-                    answers.give_up("unexpected")
-        return answers.future
-
     def inspect(self, names: Sequence[str], deadline: float) -> dict[str, Place]:
         """What Kafka says of these topics now, or `Unreachable`; may be asked from any thread, also before `open`."""
         return self._inspector.inspect(names, deadline)
 
     def close(self, deadline: float) -> None:
         """Wait for delivery reports until `deadline`, then leave, in at most a few seconds; the rest becomes unknown."""
-        self._accepting = False
-        with self._handing:
-            waiting = [answers.future for answers in self._unresolved.values()]
+        with self._sending:
+            self._accepting = False
+            waiting = [answers.future for answers in list(self._unresolved.values())]
         wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         self._ended.set()
-        if self._server is not None:
-            self._server.join(timeout=5)
-            self._server = None
-        clients, self._client = [*self._retired, *filter(None, [self._client])], None
-        self._retired = []
-        for client in clients:
-            client.producer.purge()
-            client.producer.flush(PURGED_SECONDS)
+        for thread in self._threads:
+            thread.join(timeout=5)
+        self._threads = []
+        self._clients.close()
         for answers in list(self._unresolved.values()):
             answers.give_up("the publisher was closed")
 
-    # -- handing over ------------------------------------------------------------------------------------------------
+    # -- the thread that hands over and runs the reports ----------------------------------------------------------------
+
+    def _hand_over_all(self) -> None:
+        while not self._ended.is_set():
+            try:
+                if self._clients.outstanding:
+                    self._serve(BUSY_SECONDS if self._sent.empty() else 0)
+                    answers = self._sent.get_nowait()
+                else:
+                    self._serve(0)
+                    answers = self._sent.get(timeout=IDLE_SECONDS)
+            except Empty:
+                continue
+            self._stopped.reached(answers.number)
+            until = answers.deadline - self._delivery_timeout
+            if self._ended.is_set():
+                self._withhold(answers, 0, "the publisher is closed")
+            elif time.monotonic() >= until:
+                self._withhold(answers, 0, "the deadline is nearer than the delivery timeout")
+            else:
+                try:
+                    self._hand_over(answers, until)
+                except Exception:
+                    LOGGER.exception("handing a batch over failed in an unexpected way; it is unknown")
+                    answers.give_up("unexpected")
+
+    def _serve(self, seconds: float) -> None:
+        try:
+            self._clients.serve(seconds)
+        except Exception:
+            LOGGER.exception("serving delivery reports failed; going on")
+            self._ended.wait(IDLE_SECONDS)
 
     def _hand_over(self, answers: Answers, until: float) -> None:
-        self._stopped.sweep()
-        client = self._current(until)
+        client = self._clients.use(until)
         if client is None:
             self._withhold(answers, 0, "an earlier batch is still on its way")
             return
+        report = self._reporter(client, answers)
+        produce = client.producer.produce
+        topics: dict[str, Topic | None] = {}
+        stopped = self._stopped.keys
         for index, event in enumerate(answers.batch):
-            key = key_of(event)
-            if self._stopped.stopped(key):
-                answers.answer(index, Outcome(Answer.WITHHELD, detail="an earlier event of its key has no confirm"))
+            row, route = event
+            name = route.to
+            if stopped and (row.tenant, row.ordering_key) in stopped:
+                answers.answer(index, _STOPPED)
                 continue
-            found = self._topics.find(client.producer, event.route.to, until)
-            if found is None:
-                self._hold(answers, index, key, Outcome(Answer.WITHHELD, detail="the topic could not be looked up"))
+            if name not in topics:
+                topics[name] = found = self._topics.find(client.producer, name, until)
+                if found is not None:
+                    self._clients.fit(found.max_bytes)
+                    client = self._clients.use(until) or client
+                    report = self._reporter(client, answers)
+                    produce = client.producer.produce
+            topic = topics[name]
+            if topic is None:
+                self._hold(answers, index, Outcome(Answer.WITHHELD, detail="the topic could not be looked up"))
                 continue
-            if found.reason is not None:
-                self._hold(answers, index, key, Outcome(Answer.REFUSED, found.reason, event.route.to))
+            if topic.reason is not None:
+                self._hold(answers, index, Outcome(Answer.REFUSED, topic.reason, name))
                 continue
-            if found.max_bytes is not None and found.max_bytes < self._batch_bytes:
-                # Broker limits count whole batches: from here on a batch fits into the smallest limit seen.
-                self._batch_bytes = found.max_bytes
-                client = self._current(until) or client
-            if not self._produce(client, answers, index, key, found.max_bytes, until):
-                self._withhold(answers, index, "the local queue stayed full")
-                return
-
-    def _produce(
-        self, client: _Client, answers: Answers, index: int, key: Key, limit: int | None, until: float
-    ) -> bool:
-        event = answers.batch[index]
-        row = event.row
-        try:
-            if not row.payload:
-                raise ValueError("an empty payload would be a tombstone")
-            attributes = cast(dict[str, str], json.loads(row.attributes)) if row.attributes else None
-            headers = self._encode(
-                row.event_id,
-                row.type,
-                row.version,
-                row.tenant,
-                row.operation,
-                row.ordering_key,
-                row.epoch,
-                row.digest,
-                row.seq,
-                row.recorded_at,
-                attributes,
-                row.reference,
-            )
-            record_key = kafka_key(row.tenant, row.ordering_key)
-        except (FencepostError, ValueError, TypeError, AttributeError) as error:
-            self._hold(answers, index, key, Outcome(Answer.REFUSED, ParkReason.UNDECODABLE, type(error).__name__))
-            return True
-        size = _size(record_key, headers, row.payload)
-        if limit is not None and size > limit and not self._compressed:
-            detail = f"{size} bytes, the topic takes {limit}"
-            self._hold(answers, index, key, Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, detail))
-            return True
-        report = partial(self._delivered, client, answers, index, limit is not None and size > limit)
-        sent: list[tuple[str, str | bytes | None]] = [*headers]
-        while True:
+            record = self._records.of(row)
+            if isinstance(record, Outcome):
+                self._hold(answers, index, record)
+                continue
+            if not self._compressed and (more := excess(record, row.payload, topic.max_bytes)):
+                self._hold(answers, index, Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, more))
+                continue
+            key, headers = record
             try:
-                client.producer.produce(event.route.to, row.payload, record_key, on_delivery=report, headers=sent)
-                return True
-            except BufferError:
-                # The local queue is full: back-pressure. The serving thread makes room.
-                if time.monotonic() >= until or not self._accepting:
-                    return False
-                time.sleep(QUEUE_FULL_SECONDS)
-            except KafkaException as error:
-                self._not_queued(client, answers, index, key, cast(KafkaError, error.args[0]))
-                return True
+                produce(name, row.payload, key, on_delivery=partial(report, index), headers=headers)
+            except (BufferError, KafkaException) as error:
+                again = partial(produce, name, row.payload, key, on_delivery=partial(report, index), headers=headers)
+                if not self._squeeze(client, answers, index, again, error, until):
+                    self._withhold(answers, index, "the local queue stayed full")
+                    return
+            if index % SERVE_EVERY == SERVE_EVERY - 1:
+                self._serve(0)
 
-    def _not_queued(self, client: _Client, answers: Answers, index: int, key: Key, error: KafkaError) -> None:
-        """The client refused an event before any of it was sent."""
-        if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+    def _squeeze(
+        self,
+        client: Client,
+        answers: Answers,
+        index: int,
+        again: Callable[[], None],
+        error: BufferError | KafkaException,
+        until: float,
+    ) -> bool:
+        """Back-pressure: waits for room in the local queue; False when there is none in time."""
+        while isinstance(error, BufferError):
+            if time.monotonic() >= until or self._ended.is_set():
+                return False
+            self._serve(BUSY_SECONDS)
+            try:
+                again()
+                return True
+            except (BufferError, KafkaException) as other:
+                error = other
+        # The client refused this event before any of it was sent.
+        code = cast(KafkaError, error.args[0])
+        if code.code() == KafkaError.MSG_SIZE_TOO_LARGE:
             outcome = Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, f"more than {self._max_bytes} bytes")
         else:
-            client.broken = client.broken or error.fatal() or error.code() == _FATAL
-            outcome = Outcome(Answer.WITHHELD, detail=error.name())
-        self._hold(answers, index, key, outcome)
+            client.broken = client.broken or code.fatal() or code.code() == _FATAL
+            outcome = Outcome(Answer.WITHHELD, detail=code.name())
+        self._hold(answers, index, outcome)
+        return True
 
-    def _hold(self, answers: Answers, index: int, key: Key, outcome: Outcome) -> None:
-        self._stopped.stop(key, answers)
+    def _hold(self, answers: Answers, index: int, outcome: Outcome) -> None:
+        self._stopped.stop(key_of(answers.batch[index]), answers)
         answers.answer(index, outcome)
 
     def _withhold(self, answers: Answers, start: int, detail: str) -> None:
         outcome = Outcome(Answer.WITHHELD, detail=detail)
         for index in range(start, len(answers.batch)):
-            self._stopped.stop(key_of(answers.batch[index]), answers)
-            answers.answer(index, outcome)
+            self._hold(answers, index, outcome)
 
-    # -- the client --------------------------------------------------------------------------------------------------
+    # -- reports and deadlines -------------------------------------------------------------------------------------------
 
-    def _make(self) -> _Client:
-        configuration: dict[str, object] = {
-            "linger.ms": "5",
-            **self._options,
-            "bootstrap.servers": self._bootstrap,
-            "enable.idempotence": True,
-            "acks": "all",
-            "message.timeout.ms": int(self._delivery_timeout * 1000),
-            "message.max.bytes": self._max_bytes,
-            "queue.buffering.max.messages": self._max_queued,
-            "allow.auto.create.topics": False,
-        }
-        careful = time.monotonic() < self._careful_until
-        return _Client(configuration, 1 if careful else self._batch_bytes, self._on_error)
+    def _reporter(self, client: Client, answers: Answers) -> _Report:
+        """The callback of a send: the delivery report of an event is the only source of its confirm."""
+        confirm = answers.confirm
 
-    def _current(self, until: float) -> _Client | None:
-        """The client to use now, replaced when it is broken or made for other batches; None when that must wait.
-
-        Invariant: a client for other batches takes over only after its predecessor has nothing left to send, else two
-        events of one key could be on their way at once.
-        """
-        client = self._client
-        careful = time.monotonic() < self._careful_until
-        wanted = 1 if careful else self._batch_bytes
-        if client is None or client.broken:
-            if client is not None:
-                self._retire(client)
-            self._client = self._make()
-            return self._client
-        if client.batch_bytes == wanted:
-            return client
-        while len(client.producer):
-            if time.monotonic() >= until or client.broken:
-                return None
-            time.sleep(QUEUE_FULL_SECONDS)
-        self._client = self._make()
-        return self._client
-
-    def _retire(self, client: _Client) -> None:
-        """Crash here: K1, a fatal client error. What was on its way is unknown and is sent again by the caller."""
-        LOGGER.error("the Kafka producer failed for good (%s) and is replaced", self._last_error)
-        client.producer.purge(blocking=False)
-        self._retired.append(client)
-
-    # -- the serving thread ------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        while not self._ended.is_set():
-            client = self._client
+        def report(index: int, error: KafkaError | None, message: Message) -> None:
             try:
-                if client is not None:
-                    client.producer.poll(POLL_SECONDS)
-                for retired in list(self._retired):
-                    retired.producer.poll(0)
-                    if not len(retired.producer):
-                        self._retired.remove(retired)
-                self._expire()
+                if error is None:
+                    confirm(index)
+                else:
+                    self._failed(client, answers, index, error)
             except Exception:
-                LOGGER.exception("serving delivery reports failed; going on")
-                self._ended.wait(POLL_SECONDS)
+                LOGGER.exception("a delivery report could not be recorded; the event stays unknown")
 
-    def _expire(self) -> None:
-        now = time.monotonic() + POLL_SECONDS
-        for number, answers in list(self._unresolved.items()):
-            if answers.done:
-                self._unresolved.pop(number, None)
-            elif answers.deadline <= now:
-                answers.give_up("no delivery report by the deadline")
+        return report
 
-    def _on_error(self, client: _Client, error: KafkaError) -> None:
-        self._last_error = error.name()
-        if error.fatal() or error.code() == _FATAL:
-            client.broken = True
-
-    def _delivered(
-        self, client: _Client, answers: Answers, index: int, over: bool, error: KafkaError | None, message: Message
-    ) -> None:
-        """The delivery report of one event: the only source of a confirm. Never raises into the client."""
-        try:
-            if error is None:
-                answers.answer(index, CONFIRMED)
-                return
-            key = key_of(answers.batch[index])
-            with self._marking:
-                self._failed.setdefault(key, (answers.number, self._number))
-            self._hold(answers, index, key, self._judge(client, answers.batch[index], over, error))
-        except Exception:
-            LOGGER.exception("a delivery report could not be recorded; the event stays unknown")
-
-    def _judge(self, client: _Client, event: Outgoing, over: bool, error: KafkaError) -> Outcome:
+    def _failed(self, client: Client, answers: Answers, index: int, error: KafkaError) -> None:
+        event = answers.batch[index]
+        self._failures.note(key_of(event), answers.number, self._number)
         if error.fatal():
-            client.broken = True
-            self._last_error = error.name()
-        code = error.code()
-        if code == KafkaError.MSG_SIZE_TOO_LARGE:
-            if over or client.batch_bytes == 1:
+            self._clients.failed(client, error)
+        self._hold(answers, index, self._judge(client, event, error))
+
+    def _judge(self, client: Client, event: Outgoing, error: KafkaError) -> Outcome:
+        if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+            if client.batch_bytes == 1 or self._over(event):
                 return Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, "the broker's limit")
             self._topics.forget(event.route.to)
-            self._careful_until = time.monotonic() + CAREFUL_SECONDS
+            self._clients.careful()
             return Outcome(Answer.NACKED, detail="its batch was too large")
-        if code == _INNOCENT:
-            return Outcome(Answer.NACKED, detail="another record of its batch was refused")
-        reason = _REFUSALS.get(code)
-        if reason is None:
-            return Outcome(Answer.UNKNOWN, detail=error.name())
-        self._topics.forget(event.route.to)
-        return Outcome(Answer.REFUSED, reason, error.name())
+        found = judge(error)
+        if found.answer is Answer.REFUSED:
+            self._topics.forget(event.route.to)
+        return found
+
+    def _over(self, event: Outgoing) -> bool:
+        """Whether the event is larger, uncompressed, than its topic takes."""
+        record = self._records.of(event.row)
+        return not isinstance(record, Outcome) and bool(
+            excess(record, event.row.payload, self._topics.limit(event.route.to))
+        )
 
     def _seal(self, answers: Answers, outcomes: list[Outcome]) -> None:
-        """Marks confirmed events that an earlier, unconfirmed event of their key should have preceded."""
-        with self._marking:
-            self._mark(answers, outcomes)
-
-    def _mark(self, answers: Answers, outcomes: list[Outcome]) -> None:
-        failed = self._failed
-        own: set[Key] = set()
-        for index, outcome in enumerate(outcomes):
-            if outcome.answer is Answer.CONFIRMED:
-                if not failed and not own:
-                    continue
-                key = key_of(answers.batch[index])
-                first, last = failed.get(key, (answers.number, -1))
-                if key in own or first < answers.number <= last:
-                    outcomes[index] = outcome._replace(detail=OVERTAKEN)
-            else:
-                own.add(key_of(answers.batch[index]))
+        self._failures.mark(answers, outcomes)
         self._unresolved.pop(answers.number, None)
-        oldest = min(self._unresolved, default=self._number + 1)
-        if failed:
-            self._failed = {key: span for key, span in failed.items() if span[1] >= oldest}
+        self._failures.forget(min(list(self._unresolved), default=self._number + 1))
 
-
-def _size(key: bytes, headers: list[Header], value: bytes) -> int:
-    """An upper bound of the bytes that the record takes uncompressed, alone in its batch."""
-    return (
-        len(key)
-        + len(value)
-        + RECORD_OVERHEAD
-        + sum(len(name) + len(content) + HEADER_OVERHEAD for name, content in headers)
-    )
+    def _watch(self) -> None:
+        """No answer is later than its deadline, also while the other thread waits for the broker's metadata."""
+        while not self._ended.wait(IDLE_SECONDS):
+            now = time.monotonic() + IDLE_SECONDS
+            for answers in list(self._unresolved.values()):
+                if answers.deadline <= now:
+                    answers.give_up("no delivery report by the deadline")

@@ -80,6 +80,7 @@ class Topics:
         self._configuration = configuration
         self._refresh = refresh
         self._known: dict[str, Topic] = {}
+        self._largest: dict[str, int | None] = {}
         self._admin: _Admin | None = None
         self._limits_told = True
 
@@ -103,8 +104,14 @@ class Topics:
         found = Topic(reason, limit, time.monotonic())
         if len(self._known) >= TOPICS_MAX:
             self._known.clear()
+            self._largest.clear()
         self._known[name] = found
+        self._largest[name] = found.max_bytes
         return found
+
+    def limit(self, name: str) -> int | None:
+        """The largest batch that the broker last told, also after `forget`."""
+        return self._largest.get(name)
 
     def forget(self, name: str) -> None:
         """The next use asks the broker again."""

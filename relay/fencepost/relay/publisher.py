@@ -16,7 +16,7 @@ class OutboxRow(NamedTuple):
 
     slot: int
     seq: int
-    event_id: UUID
+    event_id: UUID | str
     tenant: str
     operation: str
     type: str

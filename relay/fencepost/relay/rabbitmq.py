@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import cast
-from uuid import UUID
 
 import aiormq
-from aio_pika import DeliveryMode, Message
 from aiormq import spec
 
 from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
@@ -24,12 +22,12 @@ from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, Park
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
 from fencepost.schemas import amqp_binding
-from fencepost.schemas.digest import Digest
-from fencepost.schemas.envelope import Envelope
+from fencepost.schemas.envelope import CONTENT_TYPE
 from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
 
 LOGGER = logging.getLogger(__name__)
 
+PERSISTENT = 2
 MESSAGE_BYTES = 16 * 1024 * 1024
 MARGIN_SECONDS = 0.05
 PROBE_SECONDS = 1.0
@@ -70,7 +68,7 @@ class RabbitPublisher:
             raise ConfigError("the window must be at least 1", field="window")
         if context is not None and not insecure and context.verify_mode is not ssl.CERT_REQUIRED:
             raise ConfigError("the server would not be verified", field="context", hint="or insecure=True")
-        self._source = source
+        self._encode = amqp_binding.encoder(source)
         self._window = window
         self._max_bytes = max_message_bytes
         self._context = context
@@ -145,6 +143,7 @@ class RabbitPublisher:
         with self._lock:
             self._number += 1
             answers = Answers(self._number, batch, deadline)
+            self._stopped.sending(answers.number)
             if self._accepting and self._loop is not None:
                 self._unresolved[answers.number] = answers
                 answers.future.add_done_callback(lambda _: self._unresolved.pop(answers.number, None))
@@ -211,10 +210,10 @@ class RabbitPublisher:
     # -- in the loop's thread ----------------------------------------------------------------------------------------
 
     def _take(self, answers: Answers) -> None:
-        self._stopped.sweep()
+        self._stopped.reached(answers.number)
         for index, event in enumerate(answers.batch):
             key = key_of(event)
-            if self._stopped.stopped(key):
+            if key in self._stopped.keys:
                 answers.answer(index, _NOT_SENT)
                 continue
             queue = self._waiting.get(key)
@@ -255,9 +254,9 @@ class RabbitPublisher:
 
     async def _publish(self, answers: Answers, index: int) -> Outcome:
         event = answers.batch[index]
-        message = self._message(event)
-        if isinstance(message, Outcome):
-            return message
+        properties = self._properties(event)
+        if isinstance(properties, Outcome):
+            return properties
         name = event.route.to
         routing_key = event.route.routing_key.replace("{type}", event.row.type)
         if len(routing_key.encode()) > ROUTING_KEY_BYTES:
@@ -279,19 +278,24 @@ class RabbitPublisher:
             async with line.room:
                 if answers.done:
                     return Outcome(Answer.WITHHELD)
-                return await self._confirm(line, name, routing_key, message, answers.deadline)
-        return await self._confirm(line, name, routing_key, message, answers.deadline)
+                return await self._confirm(line, event, routing_key, properties, answers.deadline)
+        return await self._confirm(line, event, routing_key, properties, answers.deadline)
 
-    async def _confirm(self, line: Line, name: str, routing_key: str, message: Message, deadline: float) -> Outcome:
-        exchange = line.exchange
-        if exchange is None or line.channel is None or line.channel.is_closed:
+    async def _confirm(
+        self, line: Line, event: Outgoing, routing_key: str, properties: spec.Basic.Properties, deadline: float
+    ) -> Outcome:
+        name = event.route.to
+        under = line.under
+        if under is None or line.channel is None or line.channel.is_closed:
             return Outcome(Answer.WITHHELD, detail="the channel was closed")
         # Invariant: only an event that had the channel to itself from start to end can be blamed for its death.
         alone = line.in_flight == 0 and not line.lost
         line.in_flight += 1
         try:
             async with asyncio.timeout_at(deadline - MARGIN_SECONDS):
-                result = await exchange.publish(message, routing_key, mandatory=True)
+                result = await under.basic_publish(
+                    event.row.payload, exchange=name, routing_key=routing_key, properties=properties, mandatory=True
+                )
         except aiormq.exceptions.PublishError:
             return Outcome(Answer.REFUSED, ParkReason.UNROUTABLE, f"{name} {routing_key}"[:200])
         except aiormq.exceptions.DeliveryError:
@@ -345,41 +349,34 @@ class RabbitPublisher:
                 self._link.drop()
             self._doubt = False
 
-    def _message(self, event: Outgoing) -> Message | Outcome:
+    def _properties(self, event: Outgoing) -> spec.Basic.Properties | Outcome:
         row = event.row
         if len(row.payload) > self._max_bytes:
             detail = f"{len(row.payload)} bytes, the limit is {self._max_bytes}"
             return Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, detail)
         try:
-            headers, content_type = amqp_binding.encode(self._envelope(event))
+            headers = self._encode(
+                row.event_id,
+                row.type,
+                row.version,
+                row.tenant,
+                row.operation,
+                row.ordering_key,
+                row.epoch,
+                row.digest,
+                row.seq,
+                row.recorded_at,
+                cast(dict[str, str], json.loads(row.attributes)) if row.attributes else None,
+                row.reference,
+            )
         except (FencepostError, ValueError, TypeError, AttributeError) as error:
             return Outcome(Answer.REFUSED, ParkReason.UNDECODABLE, type(error).__name__)
-        return Message(
-            row.payload,
+        return spec.Basic.Properties(
+            content_type=CONTENT_TYPE,
             headers=dict(headers),
-            content_type=content_type,
-            delivery_mode=DeliveryMode.PERSISTENT,
+            delivery_mode=PERSISTENT,
             message_id=str(row.event_id),
             timestamp=row.recorded_at,
-        )
-
-    def _envelope(self, event: Outgoing) -> Envelope:
-        row = event.row
-        return Envelope(
-            id=UUID(str(row.event_id)),
-            source=self._source,
-            type=row.type,
-            version=row.version,
-            tenant=row.tenant,
-            operation=row.operation,
-            ordering_key=row.ordering_key,
-            epoch=row.epoch,
-            digest=Digest(row.digest),
-            sequence=row.seq,
-            time=row.recorded_at,
-            payload=row.payload,
-            reference=row.reference,
-            attributes=cast(dict[str, str], json.loads(row.attributes)) if row.attributes else {},
         )
 
 

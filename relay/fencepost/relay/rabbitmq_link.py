@@ -13,7 +13,7 @@ from typing import Any
 
 import aio_pika
 import aiormq
-from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractExchange
+from aio_pika.abc import AbstractChannel, AbstractConnection
 
 LOGGER = logging.getLogger(__name__)
 
@@ -61,11 +61,11 @@ def abort(transports: Iterable[asyncio.BaseTransport]) -> None:
 class Line:
     """The channel of one exchange. Nothing else uses it, so when the broker closes it, this exchange is to blame."""
 
-    __slots__ = ("careful", "channel", "checked", "exchange", "in_flight", "lost", "opening", "room")
+    __slots__ = ("careful", "channel", "checked", "in_flight", "lost", "opening", "room", "under")
 
     def __init__(self) -> None:
         self.channel: AbstractChannel | None = None
-        self.exchange: AbstractExchange | None = None
+        self.under: aiormq.abc.AbstractChannel | None = None
         self.checked = 0.0
         self.careful = 0.0
         self.in_flight = 0
@@ -138,7 +138,7 @@ class Link:
                 await channel.initialize(timeout=CHANNEL_SECONDS)
                 line.channel = channel
                 line.lost = False
-                line.exchange = await channel.get_exchange(name, ensure=False) if name else channel.default_exchange
+                line.under = await channel.get_underlay_channel()
         return line
 
     async def require(self, name: str) -> None:

@@ -29,8 +29,9 @@ class Spans:
             # Only what held from the very first event on spares a look at the events.
             self.everything = any(match == "*" and since == 0 and until is None for match, since, until in found)
 
-    def hold(self, type_: str, seq: int) -> bool:
-        """True when one of them matches this type and contains this number."""
+    def hold(self, type_: str, first: int, last: int | None = None) -> bool:
+        """True when one of them matches this type and contains this number, or all from `first` to `last`."""
+        last = first if last is None else last
         spans = self._by_type.get(type_)
         if spans is None:
             if len(self._by_type) >= TYPES_MAX:
@@ -41,6 +42,6 @@ class Spans:
                 if Route(match, "").matches(type_)
             )
         for since, until in spans:
-            if since < seq <= until:
+            if since < first and last <= until:
                 return True
         return False

@@ -6,10 +6,11 @@ merge two tenants; the value is never empty, so that no event can become a tombs
 
 from __future__ import annotations
 
-import json
+from binascii import hexlify
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
+from json.encoder import encode_basestring as _quoted
 from typing import Protocol
 from uuid import UUID
 
@@ -70,14 +71,14 @@ def encoder(source: str) -> Encoder:
             second,
             third,
             ("ce_id", str(id).encode()),
-            ("ce_type", _type(type, version)),
+            _type(type, version),
             ("ce_time", instant(time).encode()),
             ("ce_partitionkey", ordering_key.encode()),
-            ("ce_sequence", b"%020d" % sequence),
-            ("ce_fptenant", tenant.encode()),
+            ("ce_sequence", str(sequence).zfill(20).encode()),
+            _tenant(tenant),
             ("ce_fpoperation", operation.encode()),
-            ("ce_fpepoch", b"%d" % epoch),
-            ("ce_fpdigest", b"sha256-v1:" + digest[1:].hex().encode()),
+            _epoch(epoch),
+            ("ce_fpdigest", b"sha256-v1:" + hexlify(digest[1:])),
         ]
         if reference is not None:
             found.append(("ce_fpbinding", reference.encode()))
@@ -152,10 +153,19 @@ def _text(raw: str | bytes | None, name: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _type(type: str, version: int) -> bytes:
-    return wire_type(type, version).encode()
+def _type(type: str, version: int) -> Header:
+    return "ce_type", wire_type(type, version).encode()
+
+
+@lru_cache(maxsize=1024)
+def _tenant(tenant: str) -> Header:
+    return "ce_fptenant", tenant.encode()
+
+
+@lru_cache(maxsize=1024)
+def _epoch(epoch: int) -> Header:
+    return "ce_fpepoch", b"%d" % epoch
 
 
 _encoder: Callable[[str], Encoder] = lru_cache(maxsize=16)(encoder)
 _key = key
-_quoted = json.JSONEncoder(ensure_ascii=False).encode

@@ -1,0 +1,68 @@
+"""What an outbox row becomes in Kafka: a key, headers and the unchanged payload, or the reason why it never can."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import cast
+
+from fencepost.relay.publisher import Answer, OutboxRow, Outcome, ParkReason
+from fencepost.schemas.errors import FencepostError
+from fencepost.schemas.kafka_binding import encoder
+from fencepost.schemas.kafka_binding import key as kafka_key
+
+RECORD_OVERHEAD = 128
+HEADER_OVERHEAD = 10
+KEY_AND_HEADERS_BYTES = 65_536
+"""More than key and headers of any event take: 4 KiB of our own, 16 attributes of 2 KiB, and their overhead."""
+
+Headers = list[tuple[str, str | bytes | None]]
+Record = tuple[bytes, Headers]
+"""Key and headers."""
+
+
+class Records:
+    """Makes records of one source; equal rows give equal bytes."""
+
+    def __init__(self, source: str) -> None:
+        self._encode = encoder(source)
+
+    def of(self, row: OutboxRow) -> Record | Outcome:
+        """Key and headers, or the refusal of a row that can never become a record."""
+        try:
+            if not row.payload:
+                raise ValueError("an empty payload would be a tombstone")
+            headers = self._encode(
+                row.event_id,
+                row.type,
+                row.version,
+                row.tenant,
+                row.operation,
+                row.ordering_key,
+                row.epoch,
+                row.digest,
+                row.seq,
+                row.recorded_at,
+                cast(dict[str, str], json.loads(row.attributes)) if row.attributes else None,
+                row.reference,
+            )
+            return kafka_key(row.tenant, row.ordering_key), cast(Headers, headers)
+        except (FencepostError, ValueError, TypeError, AttributeError) as error:
+            return Outcome(Answer.REFUSED, ParkReason.UNDECODABLE, type(error).__name__)
+
+
+def excess(record: Record, payload: bytes, limit: int | None) -> str:
+    """By how much the record, uncompressed and alone in its batch, may be beyond the limit; empty when it fits."""
+    if limit is None or len(payload) + KEY_AND_HEADERS_BYTES <= limit:
+        return ""
+    size = _size(*record, payload)
+    return f"{size} bytes, the topic takes {limit}" if size > limit else ""
+
+
+def _size(key: bytes, headers: Sequence[tuple[str, str | bytes | None]], value: bytes) -> int:
+    return (
+        len(key)
+        + len(value)
+        + RECORD_OVERHEAD
+        + sum(len(name) + len(content or b"") + HEADER_OVERHEAD for name, content in headers)
+    )
