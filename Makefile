@@ -7,7 +7,7 @@ BROKER ?= embedded
 BENCH  ?=
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check fuzz-order bench-relay stack-up stack-down services
+.PHONY: help demo test check bench fuzz-order bench-relay stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,6 +30,8 @@ check: $(STAMP) ## linters, both type checkers, import contracts, layout
 
 fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, nothing out of order
 	$(PY) bench/fuzz_order.py
+
+bench: bench-relay ## every benchmark
 
 bench-relay: $(STAMP) services ## the relay beside the limits of this machine, bounds checked (BENCH="--full --peers")
 	$(PY) bench/relay/run.py --gate $(BENCH)

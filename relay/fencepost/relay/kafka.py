@@ -60,7 +60,7 @@ class KafkaPublisher:
         bootstrap: str,
         *,
         source: str,
-        delivery_timeout: float = 20.0,
+        delivery_timeout: float = 8.0,
         metadata_refresh: float = 30.0,
         max_message_bytes: int = MESSAGE_BYTES,
         max_queued: int = 50_000,
