@@ -49,6 +49,13 @@ STOP_POLL_SECONDS = 0.1
 _LOSSES = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError)
 
 
+class _Connection(aio_pika.Connection):
+    """Closed by the runner, never by the garbage collector, which may run in another thread."""
+
+    def __del__(self) -> None:
+        """The library would begin an orderly close here, without a loop to run it."""
+
+
 class RabbitRunner:
     """Feeds an inbox from one queue until it is stopped; every message is handled or a dead letter, none is dropped.
 
@@ -146,7 +153,7 @@ class RabbitRunner:
         url = URL(self._url)
         if "heartbeat" not in url.query:
             url = url.update_query(heartbeat=str(HEARTBEAT_SECONDS))
-        connection = await aio_pika.connect(url, timeout=CONNECT_SECONDS)
+        connection = await aio_pika.connect(url, timeout=CONNECT_SECONDS, connection_class=_Connection)
         try:
             channel = await connection.channel(publisher_confirms=False)
             await channel.set_qos(prefetch_count=self._prefetch, timeout=CONNECT_SECONDS)

@@ -204,7 +204,7 @@ class Link:
         await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                made = await aio_pika.connect(self._url, ssl_context=self._context)
+                made = await aio_pika.connect(self._url, ssl_context=self._context, connection_class=_Connection)
         except BaseException:
             abort(self._loop.opened)
             self._not_before = time.monotonic() + self._backoff * random.uniform(0.5, 1.0)
@@ -216,6 +216,13 @@ class Link:
             line.channel = None
             line.checked = 0.0
         return made
+
+
+class _Connection(aio_pika.Connection):
+    """Ended by `leave` or by dropping its line, never by the garbage collector, which may run in another thread."""
+
+    def __del__(self) -> None:
+        """The library would begin an orderly close here, without a loop to run it."""
 
 
 async def leave(connection: AbstractConnection, transports: list[asyncio.BaseTransport]) -> None:
