@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, LiteralString
 
-from psycopg import AsyncConnection, Connection
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
@@ -18,6 +17,7 @@ from fencepost.consumer.outcomes import Reservation, Reserved
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
+from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async
 
 __all__ = ["reserve_in", "reserve_in_async"]
 
@@ -31,7 +31,7 @@ FROM fencepost.reserve(
 
 
 def reserve_in(
-    tx: Connection[Any],
+    tx: Transaction,
     consumer: str,
     envelope: Envelope,
     coordinates: str,
@@ -40,16 +40,17 @@ def reserve_in(
 ) -> Reservation:
     """Reserves the operation for ``consumer`` in the caller's transaction, and never commits.
 
-    Verifies the digest first. Raises Undecodable, InvalidInput, and what PostgreSQL raises: serialization failures
-    (retry the whole transaction) and, under a lock_timeout, LockNotAvailable.
+    Verifies the digest first. ``tx`` as of `fencepost.consumer.handoff.submit`. Raises Undecodable, InvalidInput,
+    WrongTransaction where no transaction is open, and what PostgreSQL raises: serialization failures (retry the whole
+    transaction) and, under a lock_timeout, LockNotAvailable.
     """
     values = _values(consumer, envelope, coordinates, headers)
-    with tx.cursor(row_factory=tuple_row) as cursor:
+    with connection_of(tx).cursor(row_factory=tuple_row) as cursor:
         return _reservation(cursor.execute(RESERVE, values).fetchone())
 
 
 async def reserve_in_async(
-    tx: AsyncConnection[Any],
+    tx: AsyncTransaction,
     consumer: str,
     envelope: Envelope,
     coordinates: str,
@@ -58,7 +59,7 @@ async def reserve_in_async(
 ) -> Reservation:
     """As `reserve_in`, for asyncio."""
     values = _values(consumer, envelope, coordinates, headers)
-    async with tx.cursor(row_factory=tuple_row) as cursor:
+    async with (await connection_of_async(tx)).cursor(row_factory=tuple_row) as cursor:
         return _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
 
 
