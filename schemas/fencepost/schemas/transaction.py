@@ -26,6 +26,7 @@ __all__ = [
     "connection_of",
     "connection_of_async",
     "driver_error",
+    "instance_of",
     "is_async",
 ]
 
@@ -63,11 +64,11 @@ def connection_of(tx: Transaction) -> Connection[Any]:
         return _held(
             _driver(given, Connection), "write `with conn.transaction():` around the domain change and this call"
         )
-    if _is(given, "sqlalchemy.orm", "Session", "scoped_session"):
+    if instance_of(given, "sqlalchemy.orm", "Session", "scoped_session"):
         return _of_sqlalchemy(given.connection())
-    if _is(given, "sqlalchemy.engine", "Connection"):
+    if instance_of(given, "sqlalchemy.engine", "Connection"):
         return _of_sqlalchemy(given)
-    if _is(given, "django.db.backends.base.base", "BaseDatabaseWrapper") or _is(
+    if instance_of(given, "django.db.backends.base.base", "BaseDatabaseWrapper") or instance_of(
         given, "django.utils.connection", "ConnectionProxy"
     ):
         return _of_django(given)
@@ -87,7 +88,7 @@ async def connection_of_async(tx: AsyncTransaction) -> AsyncConnection[Any]:
         raise WrongTransaction(
             f"a {type(tx).__name__} carries no transaction for asyncio", field="transaction", hint=_KINDS
         )
-    found = given if _is(given, "sqlalchemy.ext.asyncio", "AsyncConnection") else await given.connection()
+    found = given if instance_of(given, "sqlalchemy.ext.asyncio", "AsyncConnection") else await given.connection()
     raw = await found.get_raw_connection()
     behind = _held(_driver(raw.driver_connection, AsyncConnection), _ISOLATION)
     if not found.in_transaction():
@@ -97,7 +98,7 @@ async def connection_of_async(tx: AsyncTransaction) -> AsyncConnection[Any]:
 
 def is_async(tx: object) -> bool:
     """Whether ``tx`` belongs to asyncio."""
-    return isinstance(tx, AsyncConnection) or _is(
+    return isinstance(tx, AsyncConnection) or instance_of(
         tx, "sqlalchemy.ext.asyncio", "AsyncConnection", "AsyncSession", "async_scoped_session"
     )
 
@@ -105,9 +106,9 @@ def is_async(tx: object) -> bool:
 def driver_error(error: BaseException) -> psycopg.Error | None:
     """The error of psycopg that this is, or that SQLAlchemy or Django has wrapped; None for any other."""
     found: Any = error
-    if _is(error, "sqlalchemy.exc", "DBAPIError"):
+    if instance_of(error, "sqlalchemy.exc", "DBAPIError"):
         found = found.orig
-    elif _is(error, "django.db.utils", "Error"):
+    elif instance_of(error, "django.db.utils", "Error"):
         found = error.__cause__
     return found if isinstance(found, psycopg.Error) else None
 
@@ -143,7 +144,7 @@ def _held(conn: C, hint: str) -> C:
     return conn
 
 
-def _is(given: object, module: str, *names: str) -> bool:
+def instance_of(given: object, module: str, *names: str) -> bool:
     """Whether it is of one of these classes, if somebody has imported their module."""
     found = sys.modules.get(module)
     return isinstance(given, tuple(getattr(found, name) for name in names if hasattr(found, name)))
