@@ -42,11 +42,11 @@ class Act:
         if isinstance(self.tx, BaseDatabaseWrapper):
             with self.tx.cursor() as cursor:
                 return cursor.execute(statement)
+        tx: Any = self.tx
         if isinstance(self.tx, Connection | AsyncConnection):
-            return self.run(self.tx.execute(statement))
+            return self.run(tx.execute(statement))
         # SQLModel wants its own name for it.
-        execute = getattr(self.tx, "exec", self.tx.execute)
-        return self.run(execute(text(statement)))
+        return self.run((tx.exec if hasattr(tx, "exec") else tx.execute)(text(statement)))
 
     def value(self, statement: str) -> Any:
         if isinstance(self.tx, BaseDatabaseWrapper):
