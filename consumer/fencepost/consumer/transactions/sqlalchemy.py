@@ -43,6 +43,7 @@ class SqlAlchemyTransactions(Transactions):
     @contextmanager
     def begin(self) -> Generator[Begun[PsycopgConnection[Any]]]:
         with _pool_told(), self._new() as tx:
+            tx.begin()
             try:
                 conn = connection_of(tx)
             except WrongTransaction as refused:
@@ -71,6 +72,7 @@ class AsyncSqlAlchemyTransactions(AsyncTransactions):
     async def begin(self) -> AsyncGenerator[Begun[PsycopgAsyncConnection[Any]]]:
         with _pool_told():
             async with self._new() as tx:
+                await tx.begin()
                 try:
                     conn = await connection_of_async(tx)
                 except WrongTransaction as refused:
