@@ -410,3 +410,20 @@ def test_acks_under_a_pinned_snapshot_update_no_row_and_touch_no_more_pages_than
         last = acked(100)
         assert last <= first + 4, (first, last)
         assert counted(UPDATED) == rows
+
+
+def test_what_was_read_is_not_sent_while_the_lease_may_end_before_its_confirm(
+    database18: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = MemoryBroker()
+    with relaying(database18, destination(broker)) as made, database18.connect(autocommit=True) as conn:
+        accepted(database18, "control")
+        arrived(broker.operations, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotLease, "seconds_left", lambda self: BRISK.confirm - 0.1)  # pyright: ignore[reportUnknownLambdaType]
+            accepted(database18, "late")
+            until(conn, "SELECT max(t.hint) = (SELECT max(o.seq) FROM fencepost.outbox AS o) FROM fencepost.tick AS t")
+            steps: set[float] = set()
+            wait_for(lambda: steps.add(made.progressed_at) or len(steps) > 50, 20, "many steps of the loop")
+            assert broker.operations() == ["control"]
+        assert arrived(broker.operations, 2) == ["control", "late"]

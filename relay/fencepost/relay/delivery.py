@@ -70,6 +70,8 @@ class Delivery:
         try:
             return answers.result(self._confirm_seconds + 1)
         except FutureTimeout:
+            # This process was paused, or the publisher hangs. Looked at once they come, else their keys are withheld for ever.
+            answers.add_done_callback(lambda late: late.result())
             return [Outcome(Answer.UNKNOWN, detail="no answer within the deadline")] * count
 
     @staticmethod

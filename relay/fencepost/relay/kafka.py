@@ -214,7 +214,7 @@ class KafkaPublisher:
             row, route = event
             name = route.to
             if stopped and (row.tenant, row.ordering_key) in stopped:
-                answers.answer(index, _STOPPED)
+                self._hold(answers, index, _STOPPED)
                 continue
             if name not in topics:
                 topics[name] = found = self._topics.find(client.producer, name, until)

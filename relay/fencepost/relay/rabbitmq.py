@@ -214,7 +214,7 @@ class RabbitPublisher:
         for index, event in enumerate(answers.batch):
             key = key_of(event)
             if key in self._stopped.keys:
-                answers.answer(index, _NOT_SENT)
+                self._withhold(key, answers, index)
                 continue
             queue = self._waiting.get(key)
             if queue is None:
@@ -245,12 +245,16 @@ class RabbitPublisher:
             if outcome.answer is not Answer.CONFIRMED:
                 self._stopped.stop(key, answers)
                 for later, position in queue:
-                    later.answer(position, _NOT_SENT)
+                    self._withhold(key, later, position)
                 queue.clear()
             if queue:
                 self._ready.append(key)
             else:
                 del self._waiting[key]
+
+    def _withhold(self, key: Key, answers: Answers, index: int) -> None:
+        self._stopped.stop(key, answers)
+        answers.answer(index, _NOT_SENT)
 
     async def _publish(self, answers: Answers, index: int) -> Outcome:
         event = answers.batch[index]
