@@ -420,10 +420,19 @@ def test_what_was_read_is_not_sent_while_the_lease_may_end_before_its_confirm(
         accepted(database18, "control")
         arrived(broker.operations, 1)
         with monkeypatch.context() as patched:
-            patched.setattr(SlotLease, "seconds_left", lambda self: BRISK.confirm - 0.1)  # pyright: ignore[reportUnknownLambdaType]
+            patched.setattr(SlotLease, "seconds_left", _too_few)
             accepted(database18, "late")
             until(conn, "SELECT max(t.hint) = (SELECT max(o.seq) FROM fencepost.outbox AS o) FROM fencepost.tick AS t")
             steps: set[float] = set()
-            wait_for(lambda: steps.add(made.progressed_at) or len(steps) > 50, 20, "many steps of the loop")
+
+            def many() -> bool:
+                steps.add(made.progressed_at)
+                return len(steps) > 50
+
+            wait_for(many, 20, "many steps of the loop")
             assert broker.operations() == ["control"]
         assert arrived(broker.operations, 2) == ["control", "late"]
+
+
+def _too_few(lease: SlotLease) -> float:
+    return BRISK.confirm - 0.1
