@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psycopg
 
 from fencepost.relay.destination import Destination, NoRoute
 from fencepost.relay.health import STALLED_SECONDS, HealthAddress, HealthServer, answering
@@ -36,7 +38,7 @@ class Relay:
     """Publishes what is committed, in order per key, and records it afterwards; loses nothing at any crash.
 
     `state` is the folder of the file witness where this process should keep it (heartbeat, re-arming after a plain
-    restart); without it some other process must. `health` serves `/livez`, `/readyz` and `/metrics` while it runs;
+    restart); without it, or for a login without the role armer, some other process must. `health` serves `/livez`, `/readyz` and `/metrics` while it runs;
     `look` (seconds) is how often readiness is looked at, `stalled` after which time without a step a loop is not alive;
     without `health_required` an address that is taken is told and lived with.
     """
@@ -142,7 +144,8 @@ class Relay:
         What could only be sent again later (a parked event whose retry is not due) stays parked.
         """
         if self._state is not None:
-            arming.ensure_armed(self._dsn, self._state)
+            with suppress(psycopg.errors.InsufficientPrivilege):
+                arming.ensure_armed(self._dsn, self._state)
         try:
             for loop in self.loops:
                 loop.run(once=True)
@@ -167,8 +170,12 @@ class Relay:
             arming.ensure_armed(self._dsn, self._state)
         except (WitnessMismatch, NotArmed, ConfigError) as error:
             log.error("%s", arming.explain(error))
-        except Unreachable as error:
-            log.warning("%s", error)
+        except psycopg.errors.InsufficientPrivilege:
+            log.info("this login keeps no witness; grant it the role armer, or let another process do it")
+            return None
+        except (Unreachable, psycopg.OperationalError) as error:
+            # The keeper tries again, and so do the loops.
+            log.warning("%s", error if isinstance(error, Unreachable) else type(error).__name__)
         keeper = Keeper(self._dsn, self._state)
         keeper.start()
         return keeper
