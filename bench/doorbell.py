@@ -1,0 +1,130 @@
+"""What the doorbell costs the writers: commits per second of one event each, with every state of it, in one run.
+
+`without`: `enqueue` as it would be without the doorbell. `off`: no relay uses one. `awake`: a relay uses it and is at
+work. `asleep`: the mark is never taken away, so every commit rings; the worst case, which lasts for one ring only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "compose")]
+
+import psycopg
+
+from fencepost.relay import outbox
+from fencepost.relay.doorbell import DOZE, LISTEN, Doorbell
+from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.schemas.event import Event
+from stack.obtain import obtain_postgres
+from stack.postgres import MAJORS
+from support.database import Database, Databases
+from support.memory_broker import MemoryBroker
+from support.relays import destination
+
+WRITERS = 4
+ROUNDS = 3
+STATES = ("without", "off", "awake", "asleep")
+MARK_SECONDS = 600.0
+WITHOUT = """
+DO $do$
+DECLARE v_source text := pg_get_functiondef('fencepost.enqueue'::regproc);
+BEGIN
+    EXECUTE regexp_replace(v_source, 'IF pg_sequence_last_value.*?END IF;', '');
+END $do$"""
+
+
+class Written(Event, type="bench.written", version=1):
+    """What is committed."""
+
+
+def commits(database: Database, seconds: float) -> float:
+    """Commits per second of all writers together."""
+    until = time.monotonic() + seconds
+    counts = [0] * WRITERS
+
+    def write(number: int) -> None:
+        with psycopg.connect(database.dsn) as conn:
+            while time.monotonic() < until:
+                operation = f"{number}-{counts[number]}"
+                outbox.enqueue(conn, Written(tenant="acme", operation=operation, ordering_key=f"w{number}"))
+                conn.commit()
+                counts[number] += 1
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(WRITERS)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def state(name: str, database: Database) -> Generator[None]:
+    """The doorbell in this state."""
+    with contextlib.ExitStack() as opened:
+        if name == "without":
+            with database.connect(autocommit=True) as conn:
+                conn.execute(WITHOUT.encode())
+        elif name == "awake":
+            opened.enter_context(relaying(database))
+        elif name == "asleep":
+            ears = opened.enter_context(database.connect(autocommit=True))
+            ears.execute(LISTEN)
+            ears.execute(DOZE, {"seconds": MARK_SECONDS})
+        yield
+
+
+@contextlib.contextmanager
+def relaying(database: Database) -> Generator[None]:
+    """A relay with a doorbell, to a broker in memory."""
+    stop = threading.Event()
+    bell = Doorbell(database.dsn, answer=15)
+    loop = DestinationLoop(database.dsn, destination(MemoryBroker()), pace=Pace(), stop=stop, bell=bell)
+    thread = threading.Thread(target=loop.run)
+    bell.start()
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        bell.stop()
+        thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each state and round")
+    seconds: float = parser.parse_args().seconds
+    found: dict[str, list[float]] = {name: [] for name in STATES}
+    server = obtain_postgres(MAJORS[0])
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            databases = Databases(server.address, Path(folder))
+            for _ in range(ROUNDS):
+                for name in STATES:
+                    database = databases.migrated()
+                    with state(name, database):
+                        found[name].append(commits(database, seconds))
+                    databases.drop(database)
+            databases.close()
+    finally:
+        server.close()
+    base = statistics.median(found["without"])
+    for name in STATES:
+        rate = statistics.median(found[name])
+        print(f"{name:8} {rate:8.0f} commits/s  {rate / base:5.2f} of without")
+
+
+if __name__ == "__main__":
+    main()
