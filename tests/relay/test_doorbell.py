@@ -14,6 +14,7 @@ from psycopg import Connection
 
 from fencepost.relay.doorbell import DOZE, RUNG, Doorbell
 from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.sidecar import Relay
 from support.database import Database
 from support.memory_broker import MemoryBroker
 from support.processes import Child, wait_for
@@ -134,6 +135,23 @@ def test_two_relays_are_both_woken_and_a_ring_for_one_does_not_silence_the_other
             arrive(6 * number, *brokers)
 
 
+def test_sleeping_sidecar_publishes_when_rung_and_leaves_at_once_when_stopped(database18: Database) -> None:
+    broker = MemoryBroker()
+    relay = Relay(database18.dsn, [destination(broker)], pace=SLOW, doorbell=True)
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    try:
+        with database18.connect() as conn:
+            marked(conn)
+            accepted(database18, "op-1")
+            arrive(1, broker)
+            marked(conn)
+    finally:
+        relay.stop()
+        thread.join(SOON)
+    assert not thread.is_alive()
+
+
 def test_ring_clears_the_mark_it_was_for_and_no_later_one(database18: Database) -> None:
     with database18.connect(autocommit=True) as conn:
         conn.execute(DOZE, {"seconds": 60})
@@ -166,6 +184,7 @@ CHILD = """
 import sys, threading
 from fencepost.relay.doorbell import Doorbell
 from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.sidecar import Relay
 from support.memory_broker import MemoryBroker
 from support.relays import destination
 bell = Doorbell(sys.argv[1], answer=5)
