@@ -28,7 +28,10 @@ DOZE_AFTER_SECONDS = 0.1
 MARGIN_SECONDS = 1.0
 HEAR_SECONDS = 0.5
 AGAIN_SECONDS = 2.0
-OPEN_WRITER_SECONDS = 0.1
+LONGEST_SECONDS = 300.0
+# While a writer is open that may not have seen the mark: pauses from the first to the longest.
+WRITER_FIRST_SECONDS = 0.02
+WRITER_LONGEST_SECONDS = 0.5
 
 
 class Doorbell:
@@ -103,16 +106,19 @@ class Sleeper:
         self._marked = False
         self._may = False
         self._until = 0.0
+        self._pause = WRITER_FIRST_SECONDS
 
     def awake(self) -> None:
         """There was something to do."""
         self._marked = False
+        self._pause = WRITER_FIRST_SECONDS
 
     def rest(self, conn: Connection[Any], seconds: float) -> bool:
         """Called when there is nothing to do; returns when it is time to look again, True after a ring.
 
         The first call marks and returns, so that the caller looks once more; the next sleeps, at most `seconds`.
         """
+        seconds = min(seconds, LONGEST_SECONDS)
         if seconds <= 0:
             self._marked = False
             return False
@@ -127,5 +133,8 @@ class Sleeper:
             self._until = time.monotonic() + seconds
             return False
         self._marked = False
-        left = self._until - time.monotonic()
-        return self._bell.wait(self._heard, max(0.0, left if self._may else min(left, OPEN_WRITER_SECONDS)))
+        left = max(0.0, self._until - time.monotonic())
+        if not self._may:
+            left = min(left, self._pause)
+            self._pause = min(WRITER_LONGEST_SECONDS, self._pause * 1.5)
+        return self._bell.wait(self._heard, left)
