@@ -1,7 +1,8 @@
 """What the doorbell costs the writers: commits per second of one event each, with every state of it, in one run.
 
-`without`: `enqueue` as it would be without the doorbell. `off`: no relay uses one. `awake`: a relay uses it and is at
-work. `asleep`: the mark is never taken away, so every commit rings; the worst case, which lasts for one ring only.
+`without`: `enqueue` as it would be without the doorbell. `off`: no relay uses one. `polling`: a relay without it is at
+work beside the writers; `awake`: one that uses it. `asleep`: the mark is never taken away, so every commit rings; the
+worst case, which lasts for one ring only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from support.relays import destination
 
 WRITERS = 4
 ROUNDS = 3
-STATES = ("without", "off", "awake", "asleep")
+STATES = ("without", "off", "polling", "awake", "asleep")
+AGAINST = {"off": "without", "awake": "polling", "asleep": "off"}
 MARK_SECONDS = 600.0
 WITHOUT = """
 DO $do$
@@ -76,8 +78,8 @@ def state(name: str, database: Database) -> Generator[None]:
         if name == "without":
             with database.connect(autocommit=True) as conn:
                 conn.execute(WITHOUT.encode())
-        elif name == "awake":
-            opened.enter_context(relaying(database))
+        elif name in {"polling", "awake"}:
+            opened.enter_context(relaying(database, rung=name == "awake"))
         elif name == "asleep":
             ears = opened.enter_context(database.connect(autocommit=True))
             ears.execute(LISTEN)
@@ -86,11 +88,12 @@ def state(name: str, database: Database) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def relaying(database: Database) -> Generator[None]:
-    """A relay with a doorbell, to a broker in memory."""
+def relaying(database: Database, *, rung: bool) -> Generator[None]:
+    """A relay to a broker in memory."""
     stop = threading.Event()
     bell = Doorbell(database.dsn, answer=15)
-    loop = DestinationLoop(database.dsn, destination(MemoryBroker()), pace=Pace(), stop=stop, bell=bell)
+    to = destination(MemoryBroker())
+    loop = DestinationLoop(database.dsn, to, pace=Pace(), stop=stop, bell=bell if rung else None)
     thread = threading.Thread(target=loop.run)
     bell.start()
     thread.start()
@@ -120,10 +123,10 @@ def main() -> None:
             databases.close()
     finally:
         server.close()
-    base = statistics.median(found["without"])
-    for name in STATES:
-        rate = statistics.median(found[name])
-        print(f"{name:8} {rate:8.0f} commits/s  {rate / base:5.2f} of without")
+    rates = {name: statistics.median(found[name]) for name in STATES}
+    for name, rate in rates.items():
+        other = AGAINST.get(name)
+        print(f"{name:8} {rate:8.0f} commits/s" + (f"  {rate / rates[other]:5.2f} of {other}" if other else ""))
 
 
 if __name__ == "__main__":
