@@ -2,7 +2,7 @@
 
 `without`: `enqueue` as it would be without the doorbell. `off`: no relay uses one. `polling`: a relay without it is at
 work beside the writers; `awake`: one that uses it. `asleep`: the mark is never taken away, so every commit rings; the
-worst case, which lasts for one ring only.
+worst case, which lasts for one ring only. Last, what one look at the mark takes, which is all that `off` adds.
 """
 
 from __future__ import annotations
@@ -37,6 +37,17 @@ ROUNDS = 3
 STATES = ("without", "off", "polling", "awake", "asleep")
 AGAINST = {"off": "without", "awake": "polling", "asleep": "off"}
 MARK_SECONDS = 600.0
+LOOKS = 200_000
+LOOK = """
+DO $do$
+DECLARE v_now timestamptz := clock_timestamp();
+BEGIN
+    FOR n IN 1 .. %(looks)s LOOP
+        IF pg_sequence_last_value('fencepost.doorbell') > (extract(epoch FROM v_now) * 1000000)::bigint THEN
+            RAISE EXCEPTION 'nobody sleeps here';
+        END IF;
+    END LOOP;
+END $do$"""
 WITHOUT = """
 DO $do$
 DECLARE v_source text := pg_get_functiondef('fencepost.enqueue'::regproc);
@@ -69,6 +80,14 @@ def commits(database: Database, seconds: float) -> float:
     for thread in threads:
         thread.join()
     return sum(counts) / (time.monotonic() - began)
+
+
+def look(database: Database) -> float:
+    """Microseconds of one look by a writer."""
+    with database.connect(autocommit=True) as conn:
+        began = time.monotonic()
+        conn.execute((LOOK % {"looks": LOOKS}).encode())
+        return (time.monotonic() - began) / LOOKS * 1e6
 
 
 @contextlib.contextmanager
@@ -110,6 +129,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="for each state and round")
     seconds: float = parser.parse_args().seconds
     found: dict[str, list[float]] = {name: [] for name in STATES}
+    looks: list[float] = []
     server = obtain_postgres(MAJORS[0])
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -119,6 +139,8 @@ def main() -> None:
                     database = databases.migrated()
                     with state(name, database):
                         found[name].append(commits(database, seconds))
+                    if name == "off":
+                        looks.append(look(database))
                     databases.drop(database)
             databases.close()
     finally:
@@ -127,6 +149,7 @@ def main() -> None:
     for name, rate in rates.items():
         other = AGAINST.get(name)
         print(f"{name:8} {rate:8.0f} commits/s" + (f"  {rate / rates[other]:5.2f} of {other}" if other else ""))
+    print(f"one look {statistics.median(looks):8.2f} us")
 
 
 if __name__ == "__main__":
