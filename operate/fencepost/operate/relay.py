@@ -64,6 +64,7 @@ def run(
             health=health,
             stalled=chosen.relay.stalled,
             health_required="health_address" in chosen.relay.model_fields_set,
+            doorbell=chosen.relay.doorbell,
         )
 
     summary = _once(make, chosen.relay.patience) if once else _run(make)
@@ -79,7 +80,7 @@ def check(
     dsn = chosen.dsn(insecure=insecure_db)
     pace = pace_of(chosen)
     _health(chosen.relay)
-    if show(examine(dsn, chosen.destinations, pace), as_json=as_json):
+    if show(examine(dsn, chosen.destinations, pace, doorbell=chosen.relay.doorbell), as_json=as_json):
         raise typer.Exit(int(ExitCode.REFUSED))
 
 

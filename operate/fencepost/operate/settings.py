@@ -134,7 +134,7 @@ class RelaySettings(_Sources):
     """Times of the relay in seconds, its limits, and how long `relay run --once` is patient.
 
     `answer` bounds one statement, `stalled` the time without a step after which `/livez` says no; `health_exposed`
-    allows a health address off loopback.
+    allows a health address off loopback; `doorbell` lets an idle relay sleep until it is rung.
     """
 
     model_config = SettingsConfigDict(env_prefix=RELAY_PREFIX)
@@ -152,6 +152,7 @@ class RelaySettings(_Sources):
     ahead: int = Field(default=4, ge=1, le=64)
     health_address: str = HEALTH_ADDRESS
     health_exposed: bool = False
+    doorbell: bool = False
 
 
 class _General(_Sources):

@@ -123,7 +123,11 @@ class Destination:
         self.register(conn)
         if self._made is None:
             made = self.make(source(conn))
-            made.open(deadline)
+            try:
+                made.open(deadline)
+            except ConfigError as error:
+                field = f"destinations.{self.name}.{error.field}"
+                raise ConfigError(error.message, field=field, hint=error.hint) from None
             if self._declare:
                 self._declare_on(made, deadline)
             self._made = made

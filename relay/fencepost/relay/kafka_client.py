@@ -10,6 +10,7 @@ from typing import cast
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from fencepost.relay.kafka_refusals import Refusal, refusal, unusable
 from fencepost.schemas.errors import Unreachable
 
 LOGGER = logging.getLogger(__name__)
@@ -51,14 +52,21 @@ class Clients:
         self._retired: list[Client] = []
         self.current: Client | None = None
         self.last_error = ""
+        self._refusal: Refusal | None = None
 
     def open(self, deadline: float) -> None:
-        """Connects, or raises `Unreachable` before `deadline` (monotonic seconds)."""
-        client = self._make()
+        """Connects, or raises `Unreachable` before `deadline` (monotonic seconds), ConfigError for an unusable option."""
+        self._refusal = None
+        try:
+            client = self._make()
+        except KafkaException as error:
+            raise unusable(cast(KafkaError, error.args[0])) from None
         try:
             client.producer.list_topics(timeout=max(0.1, deadline - time.monotonic()))
         except KafkaException as error:
             client.producer.poll(0)
+            if (told := self._refusal) is not None:
+                raise Unreachable(told.message, address=self._bootstrap, field=told.field, hint=told.hint) from None
             code = cast(KafkaError, error.args[0])
             raise Unreachable(
                 f"Kafka does not answer: {self.last_error or code.name()}", address=self._bootstrap, field="bootstrap"
@@ -112,6 +120,7 @@ class Clients:
     def failed(self, client: Client, error: KafkaError) -> None:
         """An error of a client, perhaps the last it will ever tell."""
         self.last_error = error.name()
+        self._refusal = refusal(error) or self._refusal
         if error.fatal() or error.code() == _FATAL:
             client.broken = True
 

@@ -27,6 +27,7 @@ from psycopg import Connection
 from fencepost.relay import acks, parking
 from fencepost.relay.delivery import Delivery, Settled
 from fencepost.relay.destination import Destination, NoRoute
+from fencepost.relay.doorbell import DOZE_AFTER_SECONDS, Doorbell, Sleeper
 from fencepost.relay.pages import PageReader, Part, newest_tick
 from fencepost.relay.publisher import OutboxRow, Outcome, Outgoing, ParkReason, Route
 from fencepost.relay.slots import SlotLease, slot_count
@@ -98,8 +99,17 @@ class _Flight:
 class DestinationLoop:
     """Publishes the slots it leases; a crash at any point loses nothing and repeats at most what was not acked."""
 
-    def __init__(self, dsn: str, destination: Destination | NoRoute, *, pace: Pace, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        destination: Destination | NoRoute,
+        *,
+        pace: Pace,
+        stop: threading.Event,
+        bell: Doorbell | None = None,
+    ) -> None:
         self.destination = destination
+        self._sleeper = None if bell is None else Sleeper(bell)
         self.counters = Counters()
         # Monotonic time of the last step, whatever came of it: all that liveness looks at.
         self.progressed_at = time.monotonic()
@@ -218,6 +228,8 @@ class DestinationLoop:
             if busy:
                 self._said = ""
                 pause = self._pace.poll_min
+                if self._sleeper is not None:
+                    self._sleeper.awake()
             elif self._flights or self._reading is not None:
                 # Events that commit meanwhile do not wait for these confirms.
                 self._await(pause)
@@ -228,9 +240,20 @@ class DestinationLoop:
                     if len(self._lease.held) == slots or time.monotonic() > others_until:
                         return
                     self._refresh_at = 0.0
-                self._stop.wait(pause)
-                pause = min(self._pace.poll_max, pause * 1.5)
+                rung = self._rest(conn, pause)
+                pause = self._pace.poll_min if rung else min(self._pace.poll_max, pause * 1.5)
         self._drain(conn)
+
+    def _rest(self, conn: Connection[Any], pause: float) -> bool:
+        """Nothing is to be done: waits, or with a doorbell sleeps until it rings (True), never past what is due."""
+        held = self._lease.held
+        if self._sleeper is None or not held or pause < min(DOZE_AFTER_SECONDS, self._pace.poll_max):
+            self._stop.wait(pause)
+            return False
+        due = self._refresh_at - time.monotonic()
+        if any(slot.keys for slot in held.values()):
+            due = min(due, RETRY_LOOK_SECONDS)
+        return self._sleeper.rest(conn, max(0.0, min(self._pace.poll_max, due)))
 
     # -- slots -------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
 from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place, Route
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
+from fencepost.relay.rabbitmq_refusals import unreachable
 from fencepost.schemas import amqp_binding
 from fencepost.schemas.envelope import CONTENT_TYPE
 from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
@@ -105,9 +106,7 @@ class RabbitPublisher:
         except (*BROKEN, ValueError) as error:
             connecting.cancel()
             self._leave()
-            raise Unreachable(
-                f"RabbitMQ does not answer: {type(error).__name__}", address=self._url, field="url"
-            ) from None
+            raise unreachable(error, self._url) from None
         self._accepting = True
 
     def declare(self, routes: Sequence[Route], deadline: float) -> None:
@@ -163,9 +162,7 @@ class RabbitPublisher:
             return asking.result(timeout=max(0.0, deadline - time.monotonic()))
         except BROKEN as error:
             asking.cancel()
-            raise Unreachable(
-                f"RabbitMQ does not answer: {type(error).__name__}", address=self._url, field="url"
-            ) from None
+            raise unreachable(error, self._url) from None
 
     def close(self, deadline: float) -> None:
         """Wait for confirms until `deadline`, then leave, in at most a few seconds; the rest becomes unknown."""

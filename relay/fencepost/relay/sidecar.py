@@ -13,6 +13,7 @@ from pathlib import Path
 import psycopg
 
 from fencepost.relay.destination import Destination, NoRoute
+from fencepost.relay.doorbell import Doorbell
 from fencepost.relay.health import STALLED_SECONDS, HealthAddress, HealthServer, answering
 from fencepost.relay.loop import DestinationLoop, Pace
 from fencepost.relay.readiness import LOOK_SECONDS, Watch
@@ -40,7 +41,7 @@ class Relay:
     `state` is the folder of the file witness where this process should keep it (heartbeat, re-arming after a plain
     restart); without it, or for a login without the role armer, some other process must. `health` serves `/livez`, `/readyz` and `/metrics` while it runs;
     `look` (seconds) is how often readiness is looked at, `stalled` after which time without a step a loop is not alive;
-    without `health_required` an address that is taken is told and lived with.
+    without `health_required` an address that is taken is told and lived with. `doorbell`: sleep until rung, see `doorbell`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Relay:
         look: float = LOOK_SECONDS,
         stalled: float = STALLED_SECONDS,
         health_required: bool = True,
+        doorbell: bool = False,
     ) -> None:
         if not destinations:
             raise ConfigError(
@@ -67,7 +69,13 @@ class Relay:
         for destination in self._destinations:
             destination.served_with = tuple(d for d in self._destinations if d is not destination)
         served: list[Destination | NoRoute] = [*self._destinations, NoRoute()]
-        self.loops = [DestinationLoop(dsn, d, pace=self._pace, stop=self._stop) for d in served]
+        self._bell = Doorbell(dsn, answer=self._pace.answer) if doorbell else None
+        self.loops = [
+            DestinationLoop(
+                dsn, d, pace=self._pace, stop=self._stop, bell=None if isinstance(d, NoRoute) else self._bell
+            )
+            for d in served
+        ]
         self._failure: BaseException | None = None
         self._watch = Watch(dsn, self.loops, self._stop, look=look)
         answer = answering(self._watch, _metrics(self.loops, self._watch), stalled=stalled)
@@ -92,6 +100,8 @@ class Relay:
         keeper = self._keeper()
         recycler = Recycler(self._dsn, seconds=self._pace.recycle)
         recycler.start()
+        if self._bell is not None:
+            self._bell.start()
         threads = [
             threading.Thread(target=self._guarded, args=(loop,), name=f"relay-{loop.destination.name}", daemon=True)
             for loop in self.loops
@@ -101,6 +111,8 @@ class Relay:
         try:
             while not self._stop.wait(0.2) and any(thread.is_alive() for thread in threads):
                 pass
+            if self._bell is not None:
+                self._bell.wake()
             until = time.monotonic() + self._pace.drain + self._pace.confirm
             for thread in threads:
                 thread.join(max(0.0, until - time.monotonic()))
@@ -108,6 +120,8 @@ class Relay:
             self._stop.set()
             self._close()
             recycler.stop()
+            if self._bell is not None:
+                self._bell.stop()
             if keeper is not None:
                 keeper.stop()
         if self._failure is not None:

@@ -158,10 +158,11 @@ async def connect_async(dsn: str, *, autocommit: bool = False) -> AsyncConnectio
 
 
 def _unreachable(dsn: str, error: psycopg.OperationalError) -> Unreachable:
-    reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    return Unreachable(
-        f"PostgreSQL did not answer: {reason[0].strip()}",
-        address=address(dsn),
-        field="database",
-        hint="check that the server runs and that the address is right",
-    )
+    said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    message, hint = f"PostgreSQL did not answer: {said}", "check that the server runs and that the address is right"
+    if "authentication failed" in said:
+        message, hint = "PostgreSQL refuses the login", "correct user and password"
+    elif "certificate" in said:
+        message = f"the server that answers for PostgreSQL is not verified: {said}"
+        hint = "sslrootcert must hold the authority of its certificate, and host must be a name in it"
+    return Unreachable(message, address=address(dsn), field="database", hint=hint)

@@ -49,6 +49,8 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "lease_slots": ("relay",),
     "release_slots": ("relay",),
     "ack": ("relay",),
+    "doze": ("relay",),
+    "rung": ("relay",),
     "retried": ("relay",),
     "retry_parked": ("reconciler",),
     "skip_parked": ("reconciler",),

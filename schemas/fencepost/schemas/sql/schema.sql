@@ -510,6 +510,14 @@ CREATE INDEX parked_event_id ON fencepost.parked (event_id);
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0006_recycling.sql', '6892263e2f0be66926c7cbe66474b65f8cc656227721dc4a25e9de6e4f27a705');
 
+-- 0008_doorbell.sql
+-- The doorbell: until when (microseconds since 1970) some relay sleeps and wants to be rung; nothing or the past: nobody.
+-- Invariant: a sequence, since its value is seen at once and by every snapshot, also one taken before the relay fell asleep.
+CREATE SEQUENCE fencepost.doorbell MINVALUE 0 START WITH 0;
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0008_doorbell.sql', '48a885bd556cd6342074048ff97ad47950aecddf25a1b4e0758ef834caadb545');
+
 SET check_function_bodies = off;
 
 -- authority/arm.sql
@@ -1790,6 +1798,10 @@ BEGIN
         v_epoch, p_ordering_key,
         fencepost.digest(p_tenant, p_operation, p_type, p_version, v_epoch, p_binding), v_now, p_content_type,
         p_attributes, CASE WHEN p_binding LIKE 'ref:%' THEN p_binding END, p_payload);
+    -- Rings only while a relay sleeps (see doze); one look at a sequence otherwise.
+    IF pg_sequence_last_value('fencepost.doorbell') > (extract(epoch FROM v_now) * 1000000)::bigint THEN
+        PERFORM pg_notify('fencepost', pg_sequence_last_value('fencepost.doorbell')::text);
+    END IF;
     event_id := p_event_id;
     created := true;
 END $$;
@@ -1980,6 +1992,41 @@ BEGIN
     INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict, evidence_ref)
     VALUES (gen_random_uuid(), 'remove_destination', p_actor, p_reason, p_destination, 'removed',
             'unsent ' || unsent || ', parked ' || parked);
+END $$;
+
+
+-- relay/doorbell.sql
+-- Marks that a relay sleeps for so long. True when every event that commits from now on will ring or is visible to the next
+-- look; false while a writer that may have read the mark before is still open: then look again soon.
+-- Locks: relays change the mark one after the other, and only for the time of this call.
+CREATE OR REPLACE FUNCTION fencepost.doze(p_for interval) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_until bigint := (extract(epoch FROM clock_timestamp() + p_for) * 1000000)::bigint;
+BEGIN
+    PERFORM fencepost._enter();
+    IF p_for IS NULL OR p_for NOT BETWEEN interval '0' AND interval '10 minutes' THEN
+        PERFORM fencepost._refuse('ZF003', 'the sleep is not between 0 and 10 minutes', 'for', NULL);
+    END IF;
+    PERFORM pg_advisory_xact_lock(1179665234, 1);
+    -- Invariant: every doze changes the mark, so that a ring for an older one cannot take it away.
+    PERFORM setval('fencepost.doorbell', greatest(coalesce(pg_sequence_last_value('fencepost.doorbell'), 0) + 1, v_until));
+    -- Who writes an event locks this table before it reads the mark, and until its end.
+    RETURN NOT EXISTS (
+        SELECT FROM pg_locks AS l
+        WHERE l.locktype = 'relation' AND l.relation = 'fencepost.event_key'::regclass AND l.mode = 'RowExclusiveLock'
+          AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()) AND l.granted);
+END $$;
+
+-- Everybody who slept under this mark was rung: nobody rings again, unless somebody fell asleep since.
+CREATE OR REPLACE FUNCTION fencepost.rung(p_mark bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM pg_advisory_xact_lock(1179665234, 1);
+    IF pg_sequence_last_value('fencepost.doorbell') = p_mark THEN
+        PERFORM setval('fencepost.doorbell', 0);
+    END IF;
 END $$;
 
 
