@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from fencepost.relay.answers import Answers, StoppedKeys, key_of
 from fencepost.relay.kafka_client import Client, Clients
 from fencepost.relay.kafka_inspection import Inspector
 from fencepost.relay.kafka_options import checked_options
-from fencepost.relay.kafka_record import Records, excess
+from fencepost.relay.kafka_record import KEY_AND_HEADERS_BYTES, Record, Records, excess
 from fencepost.relay.kafka_reports import Failures, judge
 from fencepost.relay.kafka_topics import Topic, Topics
 from fencepost.relay.publisher import Answer, Outcome, Outgoing, ParkReason, Place, Route
@@ -206,47 +207,65 @@ class KafkaPublisher:
         if client is None:
             self._withhold(answers, 0, "an earlier batch is still on its way")
             return
-        report = self._reporter(client, answers)
-        produce = client.producer.produce
+        send, report = client.producer.produce, self._reporter(client, answers)
+        records = self._records
         topics: dict[str, Topic | None] = {}
         stopped = self._stopped.keys
+        chosen: Route | None = None
+        # What is no larger than this fits into its topic whatever its key and headers.
+        plain = -1
         for index, event in enumerate(answers.batch):
             row, route = event
-            name = route.to
             if stopped and (row.tenant, row.ordering_key) in stopped:
                 self._hold(answers, index, _STOPPED)
                 continue
-            if name not in topics:
-                topics[name] = found = self._topics.find(client.producer, name, until)
-                if found is not None:
-                    self._clients.fit(found.max_bytes)
-                    client = self._clients.use(until) or client
-                    report = self._reporter(client, answers)
-                    produce = client.producer.produce
-            topic = topics[name]
-            if topic is None:
-                self._hold(answers, index, Outcome(Answer.WITHHELD, detail="the topic could not be looked up"))
-                continue
-            if topic.reason is not None:
-                self._hold(answers, index, Outcome(Answer.REFUSED, topic.reason, name))
-                continue
-            record = self._records.of(row)
-            if isinstance(record, Outcome):
-                self._hold(answers, index, record)
-                continue
-            if not self._compressed and (more := excess(record, row.payload, topic.max_bytes)):
-                self._hold(answers, index, Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, more))
-                continue
+            name = route.to
+            if route is not chosen:
+                if name not in topics:
+                    topics[name] = found = self._topics.find(client.producer, name, until)
+                    if found is not None:
+                        self._clients.fit(found.max_bytes)
+                        client = self._clients.use(until) or client
+                        send, report = client.producer.produce, self._reporter(client, answers)
+                topic = topics[name]
+                chosen, plain = route, -1 if topic is None else self._plain(topic)
+            payload = row.payload
+            record = records.of(row)
+            if len(payload) > plain or isinstance(record, Outcome):
+                record = self._checked(topics[name], name, record, payload)
+                if isinstance(record, Outcome):
+                    self._hold(answers, index, record)
+                    continue
             key, headers = record
             try:
-                produce(name, row.payload, key, on_delivery=partial(report, index), headers=headers)
+                send(name, payload, key, on_delivery=partial(report, index), headers=headers)
             except (BufferError, KafkaException) as error:
-                again = partial(produce, name, row.payload, key, on_delivery=partial(report, index), headers=headers)
+                again = partial(send, name, payload, key, on_delivery=partial(report, index), headers=headers)
                 if not self._squeeze(client, answers, index, again, error, until):
                     self._withhold(answers, index, "the local queue stayed full")
                     return
             if index % SERVE_EVERY == SERVE_EVERY - 1:
                 self._serve(0)
+
+    def _plain(self, topic: Topic) -> int:
+        """The size of a payload up to which nothing has to be weighed for this topic; -1 when nothing may go there."""
+        if topic.reason is not None:
+            return -1
+        if self._compressed or topic.max_bytes is None:
+            return sys.maxsize
+        return topic.max_bytes - KEY_AND_HEADERS_BYTES
+
+    def _checked(self, topic: Topic | None, name: str, record: Record | Outcome, payload: bytes) -> Record | Outcome:
+        """The record, or why it may not be sent there."""
+        if topic is None:
+            return Outcome(Answer.WITHHELD, detail="the topic could not be looked up")
+        if topic.reason is not None:
+            return Outcome(Answer.REFUSED, topic.reason, name)
+        if isinstance(record, Outcome) or self._compressed:
+            return record
+        if more := excess(record, payload, topic.max_bytes):
+            return Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, more)
+        return record
 
     def _squeeze(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, LiteralString, cast
 
@@ -208,8 +209,8 @@ class PageReader:
             )
             rows = cursor.fetchall()
         found: dict[int, list[OutboxRow]] = {s: [] for s in positions}
-        for row in map(_ROW, rows):
-            found[row[0]].append(row)
+        for slot, of_slot in groupby(map(_ROW, rows), _SLOT):
+            found[slot] += of_slot
         for of_slot in found.values():
             of_slot.sort(key=_SEQ)
         return [(slot, tuple(of_slot)) for slot, of_slot in found.items()]
@@ -237,5 +238,6 @@ def newest_tick(conn: Connection[Any], min_seconds: float) -> tuple[int, int]:
 
 # Rows by the hundred thousand: these run without a Python frame for each. The columns are those of OutboxRow, in order.
 _ROW = cast(Callable[[tuple[Any, ...]], OutboxRow], partial(tuple.__new__, OutboxRow))  # pyright: ignore[reportUnknownMemberType]
+_SLOT: Callable[[OutboxRow], int] = itemgetter(0)
 _SEQ: Callable[[OutboxRow], int] = itemgetter(1)
 _PAYLOAD: Callable[[OutboxRow], bytes] = itemgetter(OutboxRow._fields.index("payload"))

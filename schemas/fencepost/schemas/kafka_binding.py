@@ -74,7 +74,7 @@ def encoder(source: str) -> Encoder:
             _type(type, version),
             ("ce_time", instant(time).encode()),
             ("ce_partitionkey", ordering_key.encode()),
-            ("ce_sequence", str(sequence).zfill(20).encode()),
+            ("ce_sequence", b"%020d" % sequence),
             _tenant(tenant),
             ("ce_fpoperation", operation.encode()),
             _epoch(epoch),
