@@ -85,6 +85,20 @@ def test_an_overtaken_event_that_is_refused_in_the_end_says_so_where_it_is_parke
     assert (settled.published, settled.overtaken) == (2, [])
 
 
+def test_everything_that_a_confirmed_event_overtook_says_so_where_it_is_parked() -> None:
+    answers = {1: Outcome(Answer.REFUSED, ParkReason.TOO_LARGE), 2: Outcome(Answer.UNKNOWN)}
+
+    def verdict(row: OutboxRow) -> Outcome:
+        return answers.get(row.seq, Outcome(Answer.CONFIRMED))
+
+    settled = delivery(MemoryBroker(verdict, withholding=False), threading.Event()).deliver(
+        [event(ANYWHERE, 1), event(ANYWHERE, 2), event(ANYWHERE, 3), event(ANYWHERE, 4, "other")]
+    )
+
+    found = [(p.row.seq, p.reason, p.overtaken_by) for p in settled.parked]
+    assert found == [(1, ParkReason.TOO_LARGE, 3), (2, ParkReason.BEHIND, 3)]
+
+
 def test_an_overtaken_event_without_an_answer_is_told_too() -> None:
     stop = threading.Event()
 

@@ -71,12 +71,16 @@ def record(
             moved[part.slot] = after
             noted.pop(part.slot, None)
     parked = [p for p in settled.parked if p.row.seq in covered]
-    overtaken: list[Overtaken] = []
-    if settled.overtaken:
+    # What is parked later, or has no answer yet, was overtaken now: said also where its slot stays where it is.
+    overtaken = settled.overtaken + [
+        Overtaken(p.row, p.overtaken_by)
+        for p in settled.parked
+        if p.overtaken_by is not None and p.row.seq not in covered
+    ]
+    if overtaken:
         ours = {part.slot for part in parts if part.generation == lease.generation(part.slot)}
-        overtaken = [o for o in settled.overtaken if o.row.slot in ours]
+        overtaken = [o for o in overtaken if o.row.slot in ours]
         for o in overtaken:
-            # Said also when the overtaken event itself has no answer yet and its slot stays where it is.
             moved.setdefault(o.row.slot, lease.held[o.row.slot].progress.copy())
     if moved:
         _append(conn, lease, moved, parked, overtaken, policy)

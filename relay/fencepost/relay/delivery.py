@@ -124,12 +124,13 @@ class Delivery:
             trouble = ""
             for item, outcome in zip(pending, first, strict=True):
                 key = (item.row.tenant, item.row.ordering_key)
+                if outcome.answer is not Answer.CONFIRMED:
+                    waiting.setdefault(key, []).append(item.row)
+                elif key in waiting:
+                    passed[key] = len(waiting[key]), item.row.seq
                 if self._take(item, outcome, settled, blocked):
-                    if key in waiting and outcome.answer is Answer.CONFIRMED:
-                        passed[key] = len(waiting[key]), item.row.seq
                     continue
                 again.append(item)
-                waiting.setdefault(key, []).append(item.row)
                 trouble = trouble or f"{outcome.answer.value}: {outcome.detail}"
             for key, (count, by) in passed.items():
                 overtaken |= {row.seq: Overtaken(row, by) for row in waiting[key][:count]}
@@ -144,7 +145,7 @@ class Delivery:
         settled.unresolved = pending
         for n, parked in enumerate(settled.parked):
             found = overtaken.pop(parked.row.seq, None)
-            if found is not None and parked.overtaken_by is None:
+            if found is not None:
                 settled.parked[n] = replace(parked, overtaken_by=found.overtaken_by)
         settled.overtaken = list(overtaken.values())
         return settled
@@ -167,8 +168,6 @@ class Delivery:
             case Answer.CONFIRMED:
                 settled.confirmed.add(row.seq)
                 settled.published += 1
-                if first is not None and behind:
-                    settled.parked[blocked[key]] = Parking(first.row, first.reason, first.detail, row.seq)
                 return True
             case Answer.REFUSED:
                 assert outcome.reason is not None
