@@ -35,7 +35,7 @@ LATE_FROM: LiteralString = "SELECT slot, first_seq FROM fencepost.late_rows(%(er
 # The window keeps a slot's share of memory bounded: payload lengths are known without reading the payloads.
 LATE: LiteralString = """
 SELECT r.slot, r.seq, r.event_id::text, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
-       r.content_type, r.attributes::text, r.payload, r.reference
+       r.content_type, r.attributes::text, CASE WHEN %(payloads)s THEN r.payload ELSE '' END, r.reference
 FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
 CROSS JOIN LATERAL (
     SELECT l.*, sum(octet_length(l.payload)) OVER (ORDER BY l.seq) AS total
@@ -47,7 +47,7 @@ CROSS JOIN LATERAL (
 WHERE r.total - octet_length(r.payload) < %(bytes)s"""
 MAIN: LiteralString = """
 SELECT r.slot, r.seq, r.event_id::text, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
-       r.content_type, r.attributes::text, r.payload, r.reference
+       r.content_type, r.attributes::text, CASE WHEN %(payloads)s THEN r.payload ELSE '' END, r.reference
 FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
 CROSS JOIN LATERAL (
     SELECT m.*, sum(octet_length(m.payload)) OVER (ORDER BY m.seq) AS total
@@ -56,6 +56,8 @@ CROSS JOIN LATERAL (
             AND pg_visible_in_snapshot(o.xid, %(end_snap)s::pg_snapshot)
           ORDER BY o.seq LIMIT %(rows)s) AS m) AS r
 WHERE r.total - octet_length(r.payload) < %(bytes)s"""
+
+NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ class Part:
 class PageReader:
     """Reads the parts of pages; holds no transaction while the caller publishes.
 
-    `rows_per_slot` is read of every slot; where few slots had so many, those get more, up to about `rows_in_all`.
+    `rows_per_slot` is read of every slot; where few slots had so many, those get more, up to about `rows_in_all`. Without
+    `payloads` they stay in the database, empty in the rows and not counted.
     """
 
     def __init__(
@@ -132,13 +135,16 @@ class PageReader:
         rows_per_slot: int = 500,
         rows_in_all: int = 0,
         bytes_in_all: int = 16 << 20,
+        payloads: bool = True,
     ) -> None:
         self._conn = conn
         self._era = era
         self._least = rows_per_slot
         self._most = rows_in_all
         self._rows = rows_per_slot
-        self._bytes = bytes_in_all
+        self._payloads = payloads
+        # Invariant: the statement and `_group` count the same bytes, or a page would end before its last row.
+        self._bytes = bytes_in_all if payloads else NO_LIMIT
         self._ticks: dict[int, Tick] = {}
         self._late: dict[tuple[int, int], dict[int, int]] = {}
 
@@ -205,6 +211,7 @@ class PageReader:
                     "end_snap": end.snap,
                     "rows": self._rows,
                     "bytes": share,
+                    "payloads": self._payloads,
                 },
             )
             rows = cursor.fetchall()
