@@ -104,6 +104,21 @@ def test_other_routes_than_the_registered_ones_fail(database18: Database, kafka:
     assert "routes here" in line and "--accept-routes" in line
 
 
+def test_another_policy_for_refusals_than_the_registered_one_fails(
+    database18: Database, kafka: Kafka, fencepost: Fencepost
+) -> None:
+    topic = kafka.topic()
+    blocks = kafka_table(kafka, topic)
+    assert fencepost(database18, "relay", "run", "--once", FENCEPOST_DESTINATIONS=json.dumps([blocks])).code == 0
+    assert checked(fencepost, database18, kafka_table(kafka, topic, on_refusal="block")).code == 0  # the control
+
+    changed = checked(fencepost, database18, kafka_table(kafka, topic, on_refusal="pass"))
+
+    assert changed.code == 1
+    (line,) = failing(changed)
+    assert "routes here" in line and "on_refusal block" in line and "say pass" in line and "--accept-routes" in line
+
+
 def test_a_disarmed_database_fails(database18: Database, kafka: Kafka, fencepost: Fencepost) -> None:
     good = kafka_table(kafka, kafka.topic())
     assert checked(fencepost, database18, good).code == 0

@@ -28,7 +28,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from fencepost.consumer import dead_letters
-from fencepost.consumer.connections import AsyncConnections, AsyncPool, Connections, Pool
+from fencepost.consumer.connections import ANSWER_SECONDS, AsyncConnections, AsyncPool, Connections, Pool
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved
 from fencepost.consumer.reading import Arrived, Reading
@@ -135,19 +135,19 @@ class Inbox(_Inbox[Callable[[Connection[Any], E], object]], Generic[E]):
         try:
             arrived = self.reading.read(delivery)
         except Undecodable as error:
-            with _open(database) as conn:
+            with _open(database, self.wait_seconds) as conn:
                 self._require_idle(conn)
                 with conn.transaction():
                     return dead_letters.undecodable(conn, self.consumer, delivery, error)
         for tries in range(1, TRIES_MAX):
             try:
-                with _open(database) as conn:
+                with _open(database, self.wait_seconds) as conn:
                     return self._once(conn, delivery, arrived)
             except (psycopg.OperationalError, Unreachable) as error:
                 if not _repeatable(error, database):
                     raise
             time.sleep(_backoff(tries))
-        with _open(database) as conn:
+        with _open(database, self.wait_seconds) as conn:
             return self._once(conn, delivery, arrived)
 
     def reserve_in(self, tx: Connection[Any], envelope: Envelope, coordinates: str) -> Reservation:
@@ -196,19 +196,19 @@ class AsyncInbox(_Inbox[Callable[[AsyncConnection[Any], E], Awaitable[object]]],
         try:
             arrived = self.reading.read(delivery)
         except Undecodable as error:
-            async with _open_async(database) as conn:
+            async with _open_async(database, self.wait_seconds) as conn:
                 self._require_idle(conn)
                 async with conn.transaction():
                     return await dead_letters.undecodable_async(conn, self.consumer, delivery, error)
         for tries in range(1, TRIES_MAX):
             try:
-                async with _open_async(database) as conn:
+                async with _open_async(database, self.wait_seconds) as conn:
                     return await self._once(conn, delivery, arrived)
             except (psycopg.OperationalError, Unreachable) as error:
                 if not _repeatable(error, database):
                     raise
             await asyncio.sleep(_backoff(tries))
-        async with _open_async(database) as conn:
+        async with _open_async(database, self.wait_seconds) as conn:
             return await self._once(conn, delivery, arrived)
 
     async def reserve_in(self, tx: AsyncConnection[Any], envelope: Envelope, coordinates: str) -> Reservation:
@@ -271,11 +271,11 @@ def inbox(*, consumer: str, wait_seconds: float = WAIT_SECONDS, isolation: Isola
 
 
 @contextmanager
-def _open(database: str | Connection[Any] | Pool) -> Generator[Connection[Any], None, None]:
+def _open(database: str | Connection[Any] | Pool, wait: float) -> Generator[Connection[Any], None, None]:
     if isinstance(database, Connection):
         yield database
         return
-    own = Connections(database) if isinstance(database, str) else None
+    own = Connections(database, answer_within=ANSWER_SECONDS + wait) if isinstance(database, str) else None
     try:
         with cast(Pool, own or database).connection() as conn:
             yield conn
@@ -285,11 +285,13 @@ def _open(database: str | Connection[Any] | Pool) -> Generator[Connection[Any], 
 
 
 @asynccontextmanager
-async def _open_async(database: str | AsyncConnection[Any] | AsyncPool) -> AsyncGenerator[AsyncConnection[Any], None]:
+async def _open_async(
+    database: str | AsyncConnection[Any] | AsyncPool, wait: float
+) -> AsyncGenerator[AsyncConnection[Any], None]:
     if isinstance(database, AsyncConnection):
         yield database
         return
-    own = AsyncConnections(database) if isinstance(database, str) else None
+    own = AsyncConnections(database, answer_within=ANSWER_SECONDS + wait) if isinstance(database, str) else None
     try:
         async with cast(AsyncPool, own or database).connection() as conn:
             yield conn

@@ -26,7 +26,8 @@ __all__ = ["examine"]
 # The outbox takes no larger payload.
 PAYLOAD_BYTES = 1_048_576
 ARMED: LiteralString = "SELECT fencepost.armed()"
-REGISTERED: LiteralString = "SELECT kind, routes FROM fencepost.destination WHERE destination = %(destination)s"
+REGISTERED: LiteralString = """
+SELECT kind, routes, on_refusal FROM fencepost.destination WHERE destination = %(destination)s"""
 # What the relay's login must be able to do; a superuser of a single-role installation can do everything.
 ABLE: LiteralString = """
 SELECT p.proname FROM pg_proc AS p
@@ -109,6 +110,12 @@ def _routes(conn: Connection[Any], destination: Destination) -> Finding:
         return fail(name, f"registered as {row[0]}; start one relay with --accept-routes, or choose another name")
     if row[1] != as_stored(destination.routes):
         return fail(name, "other routes are registered; start one relay with --accept-routes once all have these")
+    if row[2] != destination.on_refusal:
+        return fail(
+            name,
+            f"registered with on_refusal {row[2]}, the settings say {destination.on_refusal};"
+            " start one relay with --accept-routes once all have these",
+        )
     return ok(name, "as registered")
 
 

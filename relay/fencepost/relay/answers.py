@@ -11,9 +11,6 @@ from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing
 Key = tuple[str, str]
 """(tenant, ordering key)."""
 
-OVERTAKEN = "overtaken"
-"""Detail of a confirmed event whose key has an earlier event without a confirm: the order of first arrivals broke."""
-
 
 def key_of(event: Outgoing) -> Key:
     """Whose order this event keeps."""

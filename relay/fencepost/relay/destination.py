@@ -56,6 +56,7 @@ class Destination:
     """
 
     holds_keys = True
+    publishes = True
     routes_everything = False
 
     def __init__(
@@ -209,6 +210,7 @@ class NoRoute:
     name = "-"
     kind = "none"
     holds_keys = False
+    publishes = False
     blocks = False
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from fencepost.relay.kafka_client import Client, Clients
 from fencepost.relay.kafka_inspection import Inspector
 from fencepost.relay.kafka_options import checked_options
 from fencepost.relay.kafka_record import KEY_AND_HEADERS_BYTES, Record, Records, excess
-from fencepost.relay.kafka_reports import Failures, judge
+from fencepost.relay.kafka_reports import judge
 from fencepost.relay.kafka_topics import Topic, Topics
 from fencepost.relay.publisher import Answer, Outcome, Outgoing, ParkReason, Place, Route
 from fencepost.schemas.errors import ConfigError
@@ -102,7 +102,6 @@ class KafkaPublisher:
         self._sending = threading.Lock()
         self._sent: SimpleQueue[Answers] = SimpleQueue()
         self._stopped = StoppedKeys()
-        self._failures = Failures()
         self._unresolved: dict[int, Answers] = {}
         self._number = 0
         self._accepting = False
@@ -128,8 +127,8 @@ class KafkaPublisher:
         """One outcome per event at `deadline` (monotonic seconds) at the latest; returns at once.
 
         A send waits for room in the local queue, at the longest until `delivery_timeout` seconds before its deadline.
-        Withheld events were not sent. A confirmed event with detail "overtaken" arrived although an earlier one of its
-        key has no confirm.
+        Withheld events were not sent. Where an event fails, later ones of its key that were handed over already may still
+        be confirmed.
         """
         with self._sending:
             self._number += 1
@@ -324,7 +323,6 @@ class KafkaPublisher:
 
     def _failed(self, client: Client, answers: Answers, index: int, error: KafkaError) -> None:
         event = answers.batch[index]
-        self._failures.note(key_of(event), answers.number, self._number)
         if error.fatal():
             self._clients.failed(client, error)
         self._hold(answers, index, self._judge(client, event, error))
@@ -349,9 +347,7 @@ class KafkaPublisher:
         )
 
     def _seal(self, answers: Answers, outcomes: list[Outcome]) -> None:
-        self._failures.mark(answers, outcomes)
         self._unresolved.pop(answers.number, None)
-        self._failures.forget(min(list(self._unresolved), default=self._number + 1))
 
     def _watch(self) -> None:
         """No answer is later than its deadline, also while the other thread waits for the broker's metadata."""

@@ -68,13 +68,18 @@ class Clients:
     def use(self, until: float) -> Client | None:
         """The client to use now, replaced when it is broken or made for other batches; None when that must wait.
 
-        Invariant: a client for other batches takes over only after its predecessor has nothing left to send, else two
-        events of one key could be on their way at once.
+        Invariant: a client takes over only after its predecessor has nothing left to send and every report was seen, else
+        two events of one key could be on their way at once, and the later one could arrive although the earlier one failed.
         """
         client = self.current
         if client is None or client.broken:
             if client is not None:
                 self._retire(client)
+                self.current = None
+            while self._retired:
+                if time.monotonic() >= until:
+                    return None
+                self._wait(WAIT_SECONDS)
             self.current = self._make()
             return self.current
         if client.batch_bytes == self._wanted():
@@ -105,7 +110,7 @@ class Clients:
         if self.current is not None:
             self.current.producer.poll(seconds)
         for retired in list(self._retired):
-            retired.producer.poll(0)
+            retired.producer.poll(seconds if self.current is None else 0)
             if not len(retired.producer):
                 self._retired.remove(retired)
 

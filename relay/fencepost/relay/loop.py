@@ -81,6 +81,7 @@ class Counters:
     pages: int = 0
     acks: int = 0
     lost_slots: int = 0
+    overtaken: int = 0
     reasons: Counter[ParkReason] = field(default_factory=Counter[ParkReason])
     trouble: str = ""
 
@@ -244,7 +245,11 @@ class DestinationLoop:
             self._leaving = set(surplus)
             if reading is not None and (self._reader is None or era != self._lease.era):
                 self._reader = PageReader(
-                    reading, self._lease.era, rows_per_slot=self._rows_per_slot(), rows_in_all=self._pace.batch
+                    reading,
+                    self._lease.era,
+                    rows_per_slot=self._rows_per_slot(),
+                    rows_in_all=self._pace.batch,
+                    payloads=self.destination.publishes,
                 )
             self._load_keys(conn)
             self.destination.reload(conn)
@@ -431,6 +436,15 @@ class DestinationLoop:
         self.counters.published += settled.published
         self.counters.resent += settled.resent
         self.counters.parked += recorded.parked
+        if recorded.overtaken:
+            self.counters.overtaken += recorded.overtaken
+            name = self.destination.name
+            log.warning(
+                "destination %s: %s events were overtaken by later ones of their keys",
+                name,
+                recorded.overtaken,
+                extra={"destination": name},
+            )
         self.counters.reasons.update(recorded.reasons)
 
     # -- parked events -----------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
     "outbox": ("relay",),
     "tick": ("relay", "reader"),
     "parked": ("relay", "reconciler"),
+    "overtaken": ("relay", "reconciler", "reader"),
     "destination": ("relay", "reconciler", "reader"),
     "route": ("relay", "reconciler", "reader"),
     "installation": ("relay", "consumer", "executor", "reconciler", "authority_admin", "reader"),

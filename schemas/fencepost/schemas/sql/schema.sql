@@ -510,6 +510,29 @@ CREATE INDEX parked_event_id ON fencepost.parked (event_id);
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0006_recycling.sql', '6892263e2f0be66926c7cbe66474b65f8cc656227721dc4a25e9de6e4f27a705');
 
+-- 0007_overtaken.sql
+-- Events that a later one of their key overtook on its way to a broker: where order broke, or may have, it is said.
+
+-- Invariant: written in the commit that records the later one's confirm; kept for the replay window.
+CREATE TABLE fencepost.overtaken (
+    destination  text NOT NULL REFERENCES fencepost.destination,
+    seq          bigint NOT NULL,
+    overtaken_by bigint NOT NULL CHECK (overtaken_by <> seq),
+    tenant       text NOT NULL,
+    ordering_key text NOT NULL,
+    operation    text NOT NULL,
+    type         text NOT NULL,
+    at           timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (destination, seq)
+);
+CREATE INDEX overtaken_at ON fencepost.overtaken (at);
+
+DROP FUNCTION IF EXISTS fencepost.ack(text, uuid, integer[], bigint[], integer, bigint[], bigint[], bigint[],
+    integer[], bigint[], text[], text[], bigint[], interval[]);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0007_overtaken.sql', '18e2a6d13506a4851b6edfc0ad33a795803cf6bb5c4090ea3a000129514a6395');
+
 SET check_function_bodies = off;
 
 -- authority/arm.sql
@@ -730,6 +753,11 @@ CREATE OR REPLACE VIEW fencepost.status AS
     UNION ALL
     SELECT 'event', 'parked', p.tenant, p.type, p.reason, count(*), min(p.parked_at), max(p.attempts)
     FROM fencepost.parked AS p GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'event', 'overtaken', g.tenant, g.type, g.destination, count(*), min(g.at), 0
+    FROM fencepost.overtaken AS g
+    WHERE g.at >= clock_timestamp() - (SELECT i.replay_window FROM fencepost.installation AS i)
+    GROUP BY 1, 2, 3, 4, 5
     UNION ALL
     SELECT 'delivery', 'dead_letter', coalesce(d.tenant, ''), d.consumer, d.reason, count(*), min(d.created_at), max(d.attempts)
     FROM fencepost.dead_letter AS d GROUP BY 1, 2, 3, 4, 5
@@ -1796,14 +1824,16 @@ END $$;
 
 
 -- relay/ack.sql
--- Records progress of slots after the broker's confirms, and sets refused events aside in the same commit.
+-- Records progress of slots after the broker's confirms; sets refused events aside, and says what was overtaken, in the same
+-- commit.
 -- Refused as a whole (ZF040) when one slot was taken over: its new owner sends that page again, with the same bytes.
 -- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
 CREATE OR REPLACE FUNCTION fencepost.ack(
     p_destination text, p_owner uuid, p_slots integer[], p_generations bigint[], p_era integer,
     p_acked_ticks bigint[], p_end_ticks bigint[], p_positions bigint[],
     p_park_slots integer[] DEFAULT '{}', p_park_seqs bigint[] DEFAULT '{}', p_park_reasons text[] DEFAULT '{}',
-    p_park_details text[] DEFAULT '{}', p_park_overtaken bigint[] DEFAULT '{}', p_park_retry interval[] DEFAULT '{}')
+    p_park_details text[] DEFAULT '{}', p_park_overtaken bigint[] DEFAULT '{}', p_park_retry interval[] DEFAULT '{}',
+    p_overtaken_slots integer[] DEFAULT '{}', p_overtaken_seqs bigint[] DEFAULT '{}', p_overtaken_by bigint[] DEFAULT '{}')
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_count bigint;
@@ -1818,6 +1848,17 @@ BEGIN
     SELECT i.ack_child, p_destination, u.slot, nextval('fencepost.ack_seq'), p_era, u.acked, u.ending, u.position, u.generation
     FROM unnest(p_slots, p_generations, p_acked_ticks, p_end_ticks, p_positions) AS u (slot, generation, acked, ending, position),
          fencepost.installation AS i;
+    IF cardinality(p_overtaken_seqs) > 0 THEN
+        DELETE FROM fencepost.overtaken AS g
+        WHERE g.at < clock_timestamp() - (SELECT i.replay_window FROM fencepost.installation AS i);
+        INSERT INTO fencepost.overtaken AS g (destination, seq, overtaken_by, tenant, ordering_key, operation, type)
+        SELECT p_destination, o.seq, u.overtaken_by, o.tenant, o.ordering_key, o.operation, o.type
+        FROM unnest(p_overtaken_slots, p_overtaken_seqs, p_overtaken_by) AS u (slot, seq, overtaken_by)
+        JOIN fencepost.outbox AS o ON o.slot = u.slot AND o.seq = u.seq
+        WHERE o.slot = ANY (p_slots)
+        -- Sent again once more after a lost lease.
+        ON CONFLICT (destination, seq) DO UPDATE SET overtaken_by = excluded.overtaken_by, at = excluded.at;
+    END IF;
     IF cardinality(p_park_seqs) > 0 THEN
         INSERT INTO fencepost.parked (destination, slot, tenant, ordering_key, seq, event_id, operation, type, version, epoch,
             digest, recorded_at, content_type, attributes, reference, payload, reason, detail, overtaken_by, attempts, next_try_at)
@@ -1972,6 +2013,7 @@ BEGIN
             'let a relay finish first, or lose them: --yes-lose');
     END IF;
     DELETE FROM fencepost.parked AS k WHERE k.destination = p_destination;
+    DELETE FROM fencepost.overtaken AS g WHERE g.destination = p_destination;
     DELETE FROM fencepost.ack AS k WHERE k.destination = p_destination;
     DELETE FROM fencepost.relay AS r WHERE r.destination = p_destination;
     DELETE FROM fencepost.slot AS s WHERE s.destination = p_destination;
