@@ -9,7 +9,7 @@ import pytest
 from psycopg import sql
 from psycopg.pq import TransactionStatus
 
-from fencepost.relay.pages import IN_ORDER, LATE, MAIN, PageReader, Part, Progress, newest_tick
+from fencepost.relay.pages import IN_ORDER, LARGE, LATE, MAIN, PageReader, Part, Progress, newest_tick
 from support.database import Database
 from support.relays import accept, accepted, value
 
@@ -173,7 +173,7 @@ def test_pages_are_read_in_the_order_of_the_index_whatever_the_statistics(databa
             "end_hint": hint,
             "end_snap": snap,
             "rows": 500,
-            "bytes": 1 << 20,
+            "small": 1 << 20,
             "payloads": True,
         }
         for query, start_hint in zip(PLANS, (0, hint), strict=True):
@@ -184,6 +184,21 @@ def test_pages_are_read_in_the_order_of_the_index_whatever_the_statistics(databa
                 assert slow not in plan, plan
             assert plan.count("slot_seq_idx") >= 3, plan
             assert "Index Cond: ((slot = p.slot)" in plan, plan
+
+
+@pytest.mark.parametrize("statistics", ["none", "fresh"])
+def test_large_payloads_are_found_by_the_index_whatever_the_statistics(database: Database, statistics: str) -> None:
+    with database.connect(autocommit=True) as conn:
+        conn.execute(FILL)
+        if statistics == "fresh":
+            conn.execute("ANALYZE fencepost.outbox")
+        seqs = [row[0] for row in conn.execute("SELECT seq FROM fencepost.outbox WHERE slot = 3 ORDER BY seq LIMIT 9")]
+        with conn.transaction():
+            conn.execute(IN_ORDER)
+            query = WHOLE + LARGE
+            plan = "\n".join(r[0] for r in conn.execute(query, {"slots": [3] * 9, "seqs": seqs, "bytes": 1 << 20}))
+        assert "Seq Scan" not in plan and "Hash" not in plan, plan
+        assert plan.count("slot_seq_idx") >= 3, plan
 
 
 def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
@@ -205,7 +220,7 @@ def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
                     "end_hint": hint,
                     "end_snap": snap,
                     "rows": 10,
-                    "bytes": 1 << 20,
+                    "small": 1 << 20,
                     "payloads": True,
                 },
             ).fetchall()

@@ -18,7 +18,7 @@ from fencepost.operate.relay_check import examine
 from fencepost.operate.settings import RelaySettings
 from fencepost.operate.signals import draining
 from fencepost.relay.health import HealthAddress
-from fencepost.relay.sidecar import Relay, Summary
+from fencepost.relay.sidecar import Relay, Summary, settle_memory
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 app = typer.Typer(no_args_is_help=True, help="Publish committed events to the brokers.")
@@ -67,6 +67,7 @@ def run(
             doorbell=chosen.relay.doorbell,
         )
 
+    settle_memory()
     summary = _once(make, chosen.relay.patience) if once else _run(make)
     printing.say(f"published {summary.published}, parked {summary.parked}, sent again {summary.resent}")
 
