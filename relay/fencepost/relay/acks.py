@@ -118,6 +118,7 @@ def _append(
             "park_retry": [policy.after(p.reason, 1) for p in parked],
         },
     )
+    # Crash here: [A2] recorded, and only the database knows: the slots' next owner goes on from there.
     now = time.monotonic()
     for slot, after in moved.items():
         held = lease.held[slot]
