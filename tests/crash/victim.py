@@ -121,7 +121,8 @@ def main(orders: Orders) -> None:
     pace = replace(PACE, record=0.0, recycle=0.02) if orders.recycling else PACE
     relay = Relay(orders.dsn, [destination], pace=pace)
     does: dict[str, Callable[[str], None]] = {"kill": kill, "stop": lambda _: relay.stop(), "break": broken}
-    watch({label: (number, does[act]) for label, (number, act) in orders.acts.items()})
+    if orders.acts:
+        watch({label: (number, does[act]) for label, (number, act) in orders.acts.items()})
     if orders.after is None:
         signal.signal(signal.SIGTERM, lambda signum, frame: relay.stop())
         relay.run()
