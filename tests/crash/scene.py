@@ -49,12 +49,16 @@ class Scene:
 
     def __init__(self, database: Database, broker: Broker, services: Services, folder: Path) -> None:
         self.database = database
+        self._looking = database.connect(autocommit=True)
         self.broker = broker
         self.route: Route = broker.destination()
         self.points = points()
         self.accepted: list[tuple[str, str]] = []
         self._services = services
         self._folder = folder
+
+    def close(self) -> None:
+        self._looking.close()
 
     def point(self, label: str) -> Point:
         return self.points[label]
@@ -106,21 +110,18 @@ class Scene:
         return self.operations(UNACKED) | self.operations(PARKED)
 
     def operations(self, query: LiteralString) -> set[str]:
-        with self.database.connect(autocommit=True) as conn:
-            return {row[0] for row in conn.execute(query)}
+        return {row[0] for row in self._looking.execute(query)}
 
     def value(self, query: LiteralString) -> Any:
-        with self.database.connect(autocommit=True) as conn:
-            row = conn.execute(query).fetchone()
-            assert row is not None
-            return row[0]
+        row = self._looking.execute(query).fetchone()
+        assert row is not None
+        return row[0]
 
     def lapse(self) -> None:
         """The sessions of the dead have ended, and so have the leases, which nobody renews."""
         wait_for(lambda: self.value(SESSIONS) == 0, 20, "the sessions of the dead to end")
-        with self.database.connect(autocommit=True) as conn:
-            conn.execute(LAPSE)
-            conn.execute(LAPSE_DUTY)
+        self._looking.execute(LAPSE)
+        self._looking.execute(LAPSE_DUTY)
 
     def recorded(self) -> None:
         """Returns once everything is acked; what is parked may stay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -280,4 +281,5 @@ def test_every_label_has_a_case_and_a_line_in_the_failure_table() -> None:
 def test_nothing_is_lost_and_little_repeated_after_a_kill(
     label: str, on: str, database18: Database, services: Services, tmp_path: Path
 ) -> None:
-    MATRIX[label].play(Scene(database18, BROKERS[on](services), services, tmp_path), label)
+    with closing(Scene(database18, BROKERS[on](services), services, tmp_path)) as scene:
+        MATRIX[label].play(scene, label)

@@ -25,9 +25,9 @@ from fencepost.relay.kafka import KafkaPublisher
 from fencepost.relay.loop import Pace
 from fencepost.relay.parking import RetryPolicy
 from fencepost.relay.publisher import Publisher, Route
+from fencepost.relay.rabbitmq import RabbitPublisher
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas.connect import connect
-from support.relaying import made
 
 Act = Literal["kill", "stop", "break"]
 
@@ -44,6 +44,7 @@ PACE = Pace(
     ahead=AHEAD,
     retry=RetryPolicy(base=0.05, cap=0.1),
 )
+DELIVERY_SECONDS = 3.0
 WINDOW = 50
 
 
@@ -106,8 +107,13 @@ def main(orders: Orders) -> None:
     publishers: list[Publisher] = []
 
     def make(source: str) -> Publisher:
-        publishers.append(made(orders.kind, orders.address, source))
-        return publishers[-1]
+        made: Publisher
+        if orders.kind == "kafka":
+            made = KafkaPublisher(orders.address, source=source, delivery_timeout=DELIVERY_SECONDS)
+        else:
+            made = RabbitPublisher(orders.address, source=source)
+        publishers.append(made)
+        return made
 
     def broken(_: str) -> None:
         """What an error does that librdkafka calls fatal."""
