@@ -47,7 +47,7 @@ def sending(scene: Scene, label: str, nth: int, **acts: tuple[int, Act]) -> None
     scene.accept(300)
     with scene.relay({label: (nth, "kill"), **acts}) as victim:
         left = scene.dies(victim, label)
-    assert left
+    assert 0 < len(left) < len(scene.accepted)
     scene.restarts()
     scene.judge(left)
 
