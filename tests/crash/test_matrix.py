@@ -52,6 +52,13 @@ def sending(scene: Scene, label: str, nth: int, **acts: tuple[int, Act]) -> None
     scene.judge(left)
 
 
+def leaving(scene: Scene, label: str) -> None:
+    """After the drain of a relay that had everything it needs: a loop that only waits for a destination leaves there too."""
+    scene.accept(20)
+    scene.restarts()
+    sending(scene, label, 1, B2=(3, "stop"))
+
+
 def taken_over(scene: Scene, label: str) -> None:
     """While its ack waits, its slots go to somebody else."""
     scene.accept(100)
@@ -257,7 +264,7 @@ MATRIX: dict[str, Case] = {
     "S2": Case(releasing),
     "S3": Case(leasing),
     "D1": Case(partial(sending, nth=1, B2=(3, "stop")), BOTH),
-    "D2": Case(partial(sending, nth=1, B2=(3, "stop"))),
+    "D2": Case(leaving),
     "Q1": Case(partial(retrying, nth=3)),
     "Q2": Case(recording_a_retry),
     "Y1": Case(at_the_duty),

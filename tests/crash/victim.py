@@ -91,7 +91,10 @@ def watch(acts: Mapping[str, tuple[int, Callable[[str], None]]]) -> None:
     def call(frame: FrameType, _: str, __: Any) -> Any:
         code = frame.f_code
         if code not in concerned:
-            concerned[code] = any((code.co_filename, number) in labels for _, _, number in code.co_lines())
+            # A comprehension has frames of its own, and would count once for each of its items.
+            concerned[code] = not code.co_name.startswith("<") and any(
+                (code.co_filename, number) in labels for _, _, number in code.co_lines()
+            )
         return line if concerned[code] else None
 
     threading.settrace(call)
