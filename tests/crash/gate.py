@@ -61,17 +61,19 @@ class Gate:
         """Nobody gets through from here on."""
         self._conn.execute("SELECT pg_advisory_lock(%s)", (KEY,))
 
-    def reached(self) -> None:
-        """Returns once the function waits before its write."""
-        wait_for(self._waiting, 20, f"{self._call}) to reach the gate")
+    def reached(self, times: int = 1) -> None:
+        """Returns once so many calls of the function wait before its write."""
+        wait_for(lambda: self._waiting() >= times, 20, f"{self._call}) to reach the gate")
 
     def settle(self, *, commits: bool) -> None:
         """After its client has died: what waits here goes on to its commit, or ends with its session."""
         if not commits:
             self._conn.execute(END)
-            wait_for(lambda: not self._waiting(), 20, "the sessions to end")
+            wait_for(lambda: self._waiting() == 0, 20, "the sessions to end")
         self._conn.execute("SELECT pg_advisory_unlock(%s)", (KEY,))
 
-    def _waiting(self) -> bool:
+    def _waiting(self) -> int:
         row = self._conn.execute(WAITING, {"call": self._call}).fetchone()
-        return row is not None and row[0] > 0
+        assert row is not None
+        found: int = row[0]
+        return found

@@ -154,6 +154,7 @@ def leasing(scene: Scene, label: str) -> None:
             scene.accept(100)
             gate.shut()
             with scene.relay() as victim:
+                gate.reached(2)  # the loop of the destination, and that of what has no route
                 left |= dies_at(gate, scene, victim, commits=commits)
             assert (scene.value(HELD) is True) == commits
     scene.restarts()
