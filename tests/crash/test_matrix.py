@@ -53,7 +53,7 @@ def sending(scene: Scene, label: str, nth: int, **acts: tuple[int, Act]) -> None
 
 
 def leaving(scene: Scene, label: str) -> None:
-    """After the drain of a relay that had everything it needs: a loop that only waits for a destination leaves there too."""
+    """After the drain of a relay that has begun: a loop that finds no destination yet passes there too."""
     scene.accept(20)
     scene.restarts()
     sending(scene, label, 1, B2=(3, "stop"))
