@@ -313,6 +313,7 @@ class KafkaPublisher:
         def report(index: int, error: KafkaError | None, message: Message) -> None:
             try:
                 if error is None:
+                    # Crash here: [B3] stored by Kafka and not counted: sent again, same bytes, with what was sent with it.
                     confirm(index)
                 else:
                     self._failed(client, answers, index, error)

@@ -312,6 +312,7 @@ class RabbitPublisher:
         finally:
             line.in_flight -= 1
         if isinstance(result, spec.Basic.Ack):
+            # Crash here: [B4] stored by RabbitMQ and not counted: sent again, same bytes, with what was sent with it.
             return CONFIRMED
         return Outcome(Answer.UNKNOWN, detail=type(result).__name__)
 

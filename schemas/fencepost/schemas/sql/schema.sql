@@ -1836,7 +1836,6 @@ END $$;
 -- Records progress of slots after the broker's confirms; sets refused events aside, and says what was overtaken, in the same
 -- commit.
 -- Refused as a whole (ZF040) when one slot was taken over: its new owner sends that page again, with the same bytes.
--- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
 CREATE OR REPLACE FUNCTION fencepost.ack(
     p_destination text, p_owner uuid, p_slots integer[], p_generations bigint[], p_era integer,
     p_acked_ticks bigint[], p_end_ticks bigint[], p_positions bigint[],
@@ -1853,6 +1852,7 @@ BEGIN
     IF p_era <> (SELECT i.era FROM fencepost.installation AS i) THEN
         PERFORM fencepost._refuse('ZF040', 'a new era has begun', 'era', 'lease the slots again');
     END IF;
+    -- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
     INSERT INTO fencepost.ack (child, destination, slot, n, era, acked_tick, end_tick, position, generation)
     SELECT i.ack_child, p_destination, u.slot, nextval('fencepost.ack_seq'), p_era, u.acked, u.ending, u.position, u.generation
     FROM unnest(p_slots, p_generations, p_acked_ticks, p_end_ticks, p_positions) AS u (slot, generation, acked, ending, position),
@@ -1905,6 +1905,7 @@ BEGIN
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_slots(p_destination, p_owner, ARRAY[p_slot], ARRAY[p_generation]);
     IF p_published THEN
+        -- Crash here: [Q2] until this commits it stays parked and is sent again; with it the next of its key is due.
         DELETE FROM fencepost.parked AS k
         WHERE k.destination = p_destination AND k.slot = p_slot AND k.tenant = p_tenant
           AND k.ordering_key = p_ordering_key AND k.seq = p_seq;
@@ -2345,6 +2346,7 @@ BEGIN
             v_why := fencepost._needed(v_child, v_since);
             IF v_why IS NULL THEN
                 PERFORM fencepost._note_recycled(v_child);
+                -- Crash here: [Y2] what is noted as gone goes with this commit, or neither happened.
                 EXECUTE 'TRUNCATE ' || v_table;
                 outcome := 'recycled';
                 child := v_child;
@@ -2457,6 +2459,7 @@ BEGIN
         CROSS JOIN LATERAL (SELECT k.* FROM fencepost.ack AS k
                             WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a
         WHERE a.child = v_child;
+        -- Crash here: [Y3] the newest acks are moved with this commit, or neither happened.
         EXECUTE 'TRUNCATE ' || v_table;
         outcome := 'recycled';
     END IF;
@@ -2493,6 +2496,7 @@ BEGIN
     SELECT max(b.n) INTO v_last
     FROM (SELECT t.n FROM fencepost.tick AS t WHERE t.era = v_era AND t.n > p_after AND t.n < v_needed ORDER BY t.n LIMIT p_batch) AS b;
     IF v_last IS NOT NULL THEN
+        -- Crash here: [Y4] the batch goes with this commit; the next holder of the duty begins from the oldest tick.
         DELETE FROM fencepost.tick AS t WHERE t.era = v_era AND t.n > p_after AND t.n <= v_last;
         GET DIAGNOSTICS purged = ROW_COUNT;
         after := v_last;
@@ -2633,6 +2637,7 @@ BEGIN
           FROM fencepost.relay AS l WHERE l.destination = p_destination) AS r;
     SELECT count(*) INTO v_owned FROM fencepost.slot AS s WHERE s.destination = p_destination AND s.owner = p_owner;
     IF v_owned < v_share THEN
+        -- Crash here: [S3] until this commits the slots are free; after it others take them once the lease has run out.
         UPDATE fencepost.slot AS s SET owner = p_owner, generation = s.generation + 1
         FROM (SELECT f.slot FROM fencepost.slot AS f
               WHERE f.destination = p_destination
@@ -2662,6 +2667,7 @@ DECLARE
 BEGIN
     PERFORM fencepost._enter();
     PERFORM FROM fencepost.destination AS d WHERE d.destination = p_destination FOR NO KEY UPDATE;
+    -- Crash here: [S2] until this commits others wait for the end of the lease; after it the slots are free at once.
     UPDATE fencepost.slot AS s SET owner = NULL, generation = s.generation + 1
     WHERE s.destination = p_destination AND s.owner = p_owner AND s.slot = ANY (p_slots);
     GET DIAGNOSTICS v_count = ROW_COUNT;
@@ -2731,13 +2737,13 @@ BEGIN
         v_locked := true;
     END LOOP;
 
-    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
     PERFORM set_config('synchronous_commit', 'on', true);
     SELECT pg_current_snapshot() INTO v_snap;
     SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_hint FROM fencepost.outbox_seq AS s;
     SELECT pg_current_xact_id() INTO v_next;
     n := v_tick.n + 1;
     fresh := true;
+    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
     INSERT INTO fencepost.tick (era, n, snap, hint, next, snap_xmax, snap_xip)
     VALUES (era, n, v_snap, v_hint, v_next, pg_snapshot_xmax(v_snap), ARRAY(SELECT pg_snapshot_xip(v_snap)));
 END $$;
