@@ -7,7 +7,7 @@ BROKER ?= embedded
 BENCH  ?=
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check bench fuzz-order bench-relay stack-up stack-down services
+.PHONY: help demo test check bench fuzz-order bench-doorbell bench-relay stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,6 +32,9 @@ fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, no
 	$(PY) bench/fuzz_order.py
 
 bench: bench-relay ## every benchmark
+
+bench-doorbell: $(STAMP) services ## what the doorbell costs the writers
+	$(PY) bench/doorbell.py $(BENCH)
 
 bench-relay: $(STAMP) services ## the relay beside the limits of this machine, bounds checked (BENCH="--full --peers")
 	$(PY) bench/relay/run.py --gate $(BENCH)

@@ -24,7 +24,7 @@ from fencepost.relay.kafka import KafkaPublisher
 from fencepost.relay.loop import Pace
 from fencepost.relay.publisher import OutboxRow, Outcome, Outgoing, Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
-from fencepost.relay.sidecar import Relay
+from fencepost.relay.sidecar import Relay, settle_memory
 from fencepost.schemas import amqp_binding, kafka_binding
 
 READ: LiteralString = """
@@ -262,6 +262,8 @@ def made_relay(o: Options, *, each: bool = False) -> tuple[Relay, list[Timed]]:
         timed.append(Timed(inner, each=each))
         return timed[-1]
 
+    # As `fencepost relay run` does.
+    settle_memory()
     route = Route("*", o["topic"]) if o["kind"] == "kafka" else Route("*", "", o["queue"])
     return Relay(o["dsn"], [Destination("bench", o["kind"], [route], make)], pace=Pace(**o.get("pace", {}))), timed
 

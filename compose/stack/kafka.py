@@ -5,6 +5,7 @@ import hashlib
 import secrets
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from . import places
+from .certificate import Certificate
 from .process import Process, Unavailable, run
 
 POM = places.COMPOSE / "kafka" / "pom.xml"
@@ -28,16 +30,23 @@ LOGGING = """\
 
 
 class KafkaServer:
-    """One Kafka node of ours on loopback. Topics must be created; stop and start keep the data and the port."""
+    """One Kafka node of ours on loopback. Topics must be created; stop and start keep the data and the port.
 
-    def __init__(self) -> None:
+    With `certificate` it also listens as `localhost` for TLS: on `tls_port` to clients with a certificate of the same
+    authority, on `sasl_port` to these `users` (name and password; PLAIN and SCRAM-SHA-256).
+    """
+
+    def __init__(self, *, certificate: Certificate | None = None, users: Mapping[str, str] | None = None) -> None:
         java = shutil.which("java")
         if java is None:
             raise Unavailable("Apache Kafka: no java found; as root on Debian run compose/install")
         jars = fetch_jars()
         self.version = next(jars.glob("kafka_2.13-*.jar")).stem.removeprefix("kafka_2.13-")
         self.port = places.free_port()
+        self.tls_port, self.sasl_port = (0, 0) if certificate is None else (places.free_port(), places.free_port())
         self._folder = places.service_folder("kafka")
+        self._certificate = certificate
+        self._users = dict(users or {})
         self._properties = self._folder / "server.properties"
         self._properties.write_text(self._settings(places.free_port()))
         logging = self._folder / "log4j2.xml"
@@ -87,6 +96,8 @@ class KafkaServer:
                 "-c",
                 str(self._properties),
             ]
+            for name, password in self._users.items():
+                formatting += ["--add-scram", f"SCRAM-SHA-256=[name={name},password={password}]"]
             run([*self._java, *formatting], cwd=self._folder)
         self._process.start()
         self._process.wait_ready(lambda: places.listens(self.port) and answers(self.bootstrap), START_SECONDS)
@@ -115,14 +126,19 @@ class KafkaServer:
     def _settings(self, controller_port: int) -> str:
         controller = f"{places.LOOPBACK}:{controller_port}"
         listeners = f"PLAINTEXT://{self.bootstrap},CONTROLLER://{controller}"
+        advertised = listeners
+        if self._certificate is not None:
+            for name, port in (("SSL", self.tls_port), ("SASL_SSL", self.sasl_port)):
+                listeners += f",{name}://{places.LOOPBACK}:{port}"
+                advertised += f",{name}://localhost:{port}"
         return (
             "process.roles=broker,controller\n"
             "node.id=1\n"
             f"controller.quorum.bootstrap.servers={controller}\n"
             "controller.listener.names=CONTROLLER\n"
-            "listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT\n"
+            "listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SSL:SSL,SASL_SSL:SASL_SSL\n"
             f"listeners={listeners}\n"
-            f"advertised.listeners={listeners}\n"
+            f"advertised.listeners={advertised}\n"
             f"log.dirs={self._folder / 'data'}\n"
             "auto.create.topics.enable=false\n"
             "num.network.threads=2\n"
@@ -139,7 +155,25 @@ class KafkaServer:
             "broker.session.timeout.ms=2000\n"
             "broker.heartbeat.interval.ms=500\n"
             "group.initial.rebalance.delay.ms=0\n"
-            "group.min.session.timeout.ms=1000\n"
+            "group.min.session.timeout.ms=1000\n" + self._tls()
+        )
+
+    def _tls(self) -> str:
+        if self._certificate is None:
+            return ""
+        files = self._certificate.write(self._folder)
+        plain = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+        scram = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+        users = "".join(f' user_{name}="{password}"' for name, password in self._users.items())
+        return (
+            "ssl.keystore.type=PEM\n"
+            f"ssl.keystore.location={files.store}\n"
+            "ssl.truststore.type=PEM\n"
+            f"ssl.truststore.location={files.authority}\n"
+            "listener.name.ssl.ssl.client.auth=required\n"
+            "listener.name.sasl_ssl.sasl.enabled.mechanisms=PLAIN,SCRAM-SHA-256\n"
+            f"listener.name.sasl_ssl.plain.sasl.jaas.config={plain}{users};\n"
+            f"listener.name.sasl_ssl.scram-sha-256.sasl.jaas.config={scram}\n"
         )
 
 

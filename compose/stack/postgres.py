@@ -13,6 +13,7 @@ from typing import Self
 import psycopg
 
 from . import places
+from .certificate import Certificate
 from .process import Process, StartFailed, Unavailable, run
 
 WHEEL_MAJOR = "18"
@@ -43,11 +44,17 @@ class Stop(enum.Enum):
 class PostgresServer:
     """A PostgreSQL of ours: stop and start keep data folder and port. `postgres` is superuser, trusted on loopback.
 
-    With `standby_of` it begins as a base backup of that running server and follows it until `promote`.
+    With `standby_of` it begins as a base backup of that running server and follows it until `promote`. With
+    `certificate` everybody but `postgres` must come by TLS and with a password (the wheel's server cannot do that).
     """
 
     def __init__(
-        self, major: str, *, settings: Mapping[str, str] | None = None, standby_of: "PostgresServer | None" = None
+        self,
+        major: str,
+        *,
+        settings: Mapping[str, str] | None = None,
+        standby_of: "PostgresServer | None" = None,
+        certificate: Certificate | None = None,
     ) -> None:
         self.major = major
         self._primary = standby_of
@@ -57,6 +64,8 @@ class PostgresServer:
         self._folder = places.service_folder(f"postgres{major}")
         self.data = self._folder / "data"
         self._settings = {**SETTINGS, "port": str(self.port), **(settings or {})}
+        if certificate is not None:
+            self._settings |= self._tls(certificate)
         self._process = Process(
             f"PostgreSQL {major}",
             [str(self._bin / "postgres"), "-D", str(self.data)],
@@ -160,6 +169,16 @@ class PostgresServer:
         )
         with (self.data / "postgresql.conf").open("a") as file:
             file.writelines(f"{name} = {value}\n" for name, value in self._settings.items())
+
+    def _tls(self, certificate: Certificate) -> dict[str, str]:
+        files = certificate.write(self._folder)
+        access = self._folder / "access.conf"
+        access.write_text(
+            f"host all {SUPERUSER} {places.LOOPBACK}/32 trust\nhostssl all all {places.LOOPBACK}/32 scram-sha-256\n"
+        )
+        places.hand_over(access)
+        named = {"ssl_cert_file": files.chain, "ssl_key_file": files.key, "hba_file": access}
+        return {"ssl": "on", **{name: f"'{path}'" for name, path in named.items()}}
 
     def _copy(self, primary: "PostgresServer") -> None:
         run(

@@ -15,6 +15,7 @@ from . import ownership
 LOG_LINES = 15
 LOG_BYTES = 16_384
 POLL_SECONDS = 0.05
+STOPPED_SECONDS = 0.002
 
 
 class Unavailable(RuntimeError):
@@ -139,9 +140,13 @@ class Process:
                 self._signal_group(signal.SIGKILL)
             self._reap(child)
 
-    def pause(self) -> None:
-        """SIGSTOP to the group: the service keeps its connections and answers nothing."""
-        self._signal_group(signal.SIGSTOP)
+    def pause(self, within: float = 10.0) -> None:
+        """SIGSTOP to the group; once this returns it keeps its connections and answers nothing.
+
+        Raises Unavailable when the kernel has not stopped every thread of it `within` seconds.
+        """
+        if self.running:
+            stop_group(self.pid, within)
 
     def resume(self) -> None:
         """SIGCONT to the group."""
@@ -156,6 +161,47 @@ class Process:
         if child.stdin is not None:
             child.stdin.close()
         ownership.disown(child.pid)
+
+
+def stop_group(group: int, within: float = 10.0) -> None:
+    """SIGSTOP to a process group; returns when every thread of every process in it has stopped.
+
+    The signal returns before that: what runs on another processor goes on for a moment, and may still answer. Raises
+    Unavailable after `within` seconds, with the group running again.
+    """
+    deadline = time.monotonic() + within
+    while True:
+        # Again at every look: what was forked meanwhile may have missed it.
+        os.killpg(group, signal.SIGSTOP)
+        going = running_threads(group)
+        if not going:
+            return
+        if time.monotonic() > deadline:
+            os.killpg(group, signal.SIGCONT)
+            raise Unavailable(f"{len(going)} threads of process group {group} did not stop within {within:.0f} s")
+        time.sleep(STOPPED_SECONDS)
+
+
+def running_threads(group: int) -> list[int]:
+    """The threads of a process group that are neither stopped nor gone."""
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and _state(process)[1] == group:
+            try:
+                threads = list((process / "task").iterdir())
+            except OSError:
+                continue
+            found += [int(thread.name) for thread in threads if _state(thread)[0] not in "TtZXx"]
+    return found
+
+
+def _state(task: Path) -> tuple[str, int]:
+    """State letter and process group of a process or thread; gone ones count as dead."""
+    try:
+        fields = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[2])
 
 
 def run(

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from . import places
+from .certificate import Certificate
 from .process import Process, Unavailable, run
 
 SCRIPTS = Path("/usr/lib/rabbitmq/bin")
@@ -19,15 +20,20 @@ CONTROL_SECONDS = 60.0
 
 
 class RabbitServer:
-    """A RabbitMQ node of ours on loopback; `guest` may do everything. Stop and start keep data and port."""
+    """A RabbitMQ node of ours on loopback; `guest` may do everything. Stop and start keep data and port.
 
-    def __init__(self) -> None:
+    With `certificate` it also listens for TLS (`tls_port`), to clients with a certificate of the same authority.
+    """
+
+    def __init__(self, *, certificate: Certificate | None = None) -> None:
         epmd = shutil.which("epmd")
         if epmd is None or not (SCRIPTS / "rabbitmq-server").exists():
             raise Unavailable("RabbitMQ: not found; as root on Debian run compose/install")
         self.port = places.free_port()
+        self.tls_port = 0 if certificate is None else places.free_port()
         self.version = ""
         self._folder = places.service_folder("rabbitmq")
+        self._certificate = certificate
         self._environment = self._settings()
         user = places.plain_user()
         self._epmd = Process(
@@ -116,6 +122,19 @@ class RabbitServer:
         self.version = found or self.version
         return found is not None
 
+    def _tls(self) -> str:
+        if self._certificate is None:
+            return ""
+        files = self._certificate.write(self._folder)
+        return (
+            f"listeners.ssl.1 = {places.LOOPBACK}:{self.tls_port}\n"
+            f"ssl_options.cacertfile = {files.authority}\n"
+            f"ssl_options.certfile = {files.chain}\n"
+            f"ssl_options.keyfile = {files.key}\n"
+            "ssl_options.verify = verify_peer\n"
+            "ssl_options.fail_if_no_peer_cert = true\n"
+        )
+
     def _settings(self) -> dict[str, str]:
         folder = self._folder
         cookie = folder / ".erlang.cookie"
@@ -128,7 +147,7 @@ class RabbitServer:
             "log.console = true\n"
             "log.console.level = info\n"
             "disk_free_limit.absolute = 50MB\n"
-            "vm_memory_high_watermark.absolute = 1GB\n"
+            "vm_memory_high_watermark.absolute = 1GB\n" + self._tls()
         )
         plugins = folder / "enabled_plugins"
         plugins.write_text("[].\n")

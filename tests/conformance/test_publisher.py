@@ -1,6 +1,7 @@
 """What the relay relies on, whatever the broker. Oracle: the messages that the broker gives to a consumer."""
 
 import time
+from concurrent.futures import wait
 
 import pytest
 
@@ -111,6 +112,25 @@ def test_later_events_of_a_refused_key_are_withheld_and_other_keys_flow(broker: 
     assert send(publisher, batch[4::2]) == [CONFIRMED] * 3
     arrived = [one.envelope.sequence for one in broker.read(route, 9) if one.envelope.ordering_key == "k1"]
     assert arrived == [1, 5, 7, 9]
+
+
+def test_a_withheld_event_holds_its_key_until_the_caller_has_looked_at_its_send(
+    broker: Broker, publisher: Publisher
+) -> None:
+    route, missing = broker.destination(), broker.missing()
+    deadline = time.monotonic() + SEND_SECONDS
+    assert send(publisher, [event(route, 1, "other")]) == [CONFIRMED]  # the allowed control
+    first = publisher.send([event(missing, 2)], deadline)
+    second = publisher.send([event(route, 3)], deadline)
+    assert answers(first.result(SEND_SECONDS)) == [Answer.REFUSED]
+    wait([second], SEND_SECONDS)  # answered, and not looked at
+    third = publisher.send([event(route, 4), event(route, 5, "other")], deadline)
+    assert answers(third.result(SEND_SECONDS)) == [Answer.WITHHELD, Answer.CONFIRMED]
+    assert answers(second.result(SEND_SECONDS)) == [Answer.WITHHELD]
+    # Now the caller knows of all of them, and the key flows again.
+    assert send(publisher, [event(route, 3), event(route, 4)]) == [CONFIRMED] * 2
+    arrived = [one.envelope.sequence for one in broker.read(route, 4) if one.envelope.ordering_key == "k"]
+    assert arrived == [3, 4]
 
 
 def test_an_undecodable_row_is_refused_and_its_neighbours_are_confirmed(broker: Broker, publisher: Publisher) -> None:

@@ -18,6 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from fencepost.consumer.connections import AsyncConnections, Connections
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.outcomes import Busy, Handled, Outcome
+from fencepost.schemas.connect import NoAnswer
 from fencepost.schemas.errors import Unreachable
 from support.database import Database
 from support.deliveries import Submitted, envelope, from_kafka
@@ -257,6 +258,46 @@ def test_a_connection_that_is_lost_before_the_commit_is_replaced_and_the_work_do
     assert handler.handle(pool, from_kafka(envelope())).outcome is Outcome.HANDLED
     pool.close()
     assert (runs, count(domain)) == (2, 1)
+
+
+def test_a_silent_database_is_left_at_our_own_deadline_and_its_connection_never_handed_on(domain: Database) -> None:
+    port = int(conninfo_to_dict(domain.dsn)["port"] or 5432)
+    with Proxy(port) as proxy:
+        through = make_conninfo(domain.dsn, host="127.0.0.1", port=proxy.port, sslmode="disable")
+        pool = Connections(through, answer_within=0.5)
+        with pool.connection() as conn:
+            conn.execute("SELECT 1")  # the control
+            conn.rollback()
+        with pytest.raises(NoAnswer), pool.connection() as again:
+            assert again is conn
+            proxy.blackhole()
+            again.execute("SELECT 1")
+        assert conn.closed
+        proxy.heal()
+        with pool.connection() as fresh:
+            assert fresh is not conn and fresh.execute("SELECT 1").fetchone() == (1,)
+        pool.close()
+
+
+def test_a_silent_database_is_left_by_asyncio_connections_too(domain: Database) -> None:
+    async def scene(proxy: Proxy) -> None:
+        through = make_conninfo(domain.dsn, host="127.0.0.1", port=proxy.port, sslmode="disable")
+        pool = AsyncConnections(through, answer_within=0.5)
+        async with pool.connection() as conn:
+            await conn.execute("SELECT 1")  # the control
+            await conn.rollback()
+        with pytest.raises(NoAnswer):
+            async with pool.connection() as again:
+                proxy.blackhole()
+                await again.execute("SELECT 1")
+        assert conn.closed
+        proxy.heal()
+        async with pool.connection() as fresh:
+            assert await (await fresh.execute("SELECT 1")).fetchone() == (1,)
+        await pool.close()
+
+    with Proxy(int(conninfo_to_dict(domain.dsn)["port"] or 5432)) as proxy:
+        asyncio.run(scene(proxy))
 
 
 def test_a_database_that_is_not_there_is_unreachable_without_its_password() -> None:

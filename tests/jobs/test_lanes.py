@@ -7,9 +7,12 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from fencepost.jobs.lanes import Lanes
+from fencepost.schemas.connect import NoAnswer
 from support.database import Database
+from support.proxy import Proxy
 
 FAIL = "DO $$ BEGIN RAISE EXCEPTION 'made by the test' USING ERRCODE = '{}'; END $$"
 PASSING = {
@@ -88,3 +91,23 @@ def test_an_outcome_that_waits_for_a_locked_row_is_written_once_the_row_is_free(
 
         assert outcomes.send(work).result(20)
     assert len(tries) == 2
+
+
+def test_a_lane_leaves_a_silent_database_at_its_deadline_and_goes_on(database18: Database) -> None:
+    info = conninfo_to_dict(database18.dsn)
+    with Proxy(int(str(info["port"])), str(info["host"])) as proxy:
+        through = make_conninfo(database18.dsn, host="127.0.0.1", port=proxy.port)
+        made = Lanes(through, "test", 1, answer_within=0.5)
+
+        def one(conn: psycopg.Connection[Any]) -> tuple[Any, ...] | None:
+            return conn.execute("SELECT 1").fetchone()
+
+        try:
+            assert made.send(one).result(20) == (1,)  # the control
+            proxy.blackhole()
+            with pytest.raises(NoAnswer):
+                made.send(one).result(20)
+            proxy.heal()
+            assert made.send(one).result(20) == (1,)
+        finally:
+            made.close()

@@ -242,6 +242,31 @@ def test_a_connection_lost_before_the_commit_published_nothing(database: Databas
         assert results(look) == ["a"]
 
 
+def test_a_callback_whose_database_falls_silent_is_left_after_its_lease_with_nothing_published(
+    database18: Database,
+) -> None:
+    info = conninfo_to_dict(database18.dsn)
+    with (
+        Proxy(int(str(info["port"])), str(info["host"])) as proxy,
+        database18.connect(autocommit=True) as look,
+    ):
+        given(look)
+        f = claimed(look).fence
+
+        def callback(tx: FencedTransaction) -> None:
+            save(tx)
+            proxy.blackhole()
+            save(tx, "more")
+
+        with pytest.raises(LeaseLost):
+            publish(make_conninfo(database18.dsn, host="127.0.0.1", port=proxy.port), f, callback, lease=0.2)
+        assert results(look) == [] and show(look) == "running"
+        proxy.heal()
+        proxy.cut()
+        publish(database18.dsn, f, lambda tx: save(tx))  # the control: the claim itself still holds
+        assert results(look) == ["a"]
+
+
 class Cut(psycopg.Connection[tuple[Any, ...]]):
     """A connection whose commit reaches the server while the answer is lost on the way."""
 

@@ -10,7 +10,7 @@ from conformance.on_rabbitmq import OnRabbit
 from stack.places import free_port
 from support.command_line import PASSWORD, Fencepost, Result
 from support.database import Database
-from support.services import Kafka, Rabbit, unique
+from support.services import Kafka, Pooler, Rabbit, unique
 
 NO_DATABASE = f"postgresql://app:{PASSWORD}@127.0.0.1:1/app"
 
@@ -104,6 +104,21 @@ def test_other_routes_than_the_registered_ones_fail(database18: Database, kafka:
     assert "routes here" in line and "--accept-routes" in line
 
 
+def test_another_policy_for_refusals_than_the_registered_one_fails(
+    database18: Database, kafka: Kafka, fencepost: Fencepost
+) -> None:
+    topic = kafka.topic()
+    blocks = kafka_table(kafka, topic)
+    assert fencepost(database18, "relay", "run", "--once", FENCEPOST_DESTINATIONS=json.dumps([blocks])).code == 0
+    assert checked(fencepost, database18, kafka_table(kafka, topic, on_refusal="block")).code == 0  # the control
+
+    changed = checked(fencepost, database18, kafka_table(kafka, topic, on_refusal="pass"))
+
+    assert changed.code == 1
+    (line,) = failing(changed)
+    assert "routes here" in line and "on_refusal block" in line and "say pass" in line and "--accept-routes" in line
+
+
 def test_a_disarmed_database_fails(database18: Database, kafka: Kafka, fencepost: Fencepost) -> None:
     good = kafka_table(kafka, kafka.topic())
     assert checked(fencepost, database18, good).code == 0
@@ -171,3 +186,20 @@ def test_a_login_without_the_relay_role_fails(
         finally:
             conn.execute(f"DROP OWNED BY {name}".encode())
             conn.execute(f"DROP ROLE {name}".encode())
+
+
+def test_doorbell_behind_a_pooler_in_transaction_mode_is_refused_and_passes_on_the_server_itself(
+    database18: Database, pgbouncer18: Pooler, kafka: Kafka, fencepost: Fencepost
+) -> None:
+    table = kafka_table(kafka, kafka.topic())
+    direct = checked(fencepost, database18, table, FENCEPOST_RELAY_DOORBELL="true")
+    assert (direct.code, failing(direct)) == (0, [])
+    assert "ok    doorbell " in direct.out
+    pooled = Database(pgbouncer18.dsn(database18.dsn), database18.state)
+    assert checked(fencepost, pooled, table).code == 0  # without a doorbell a pooler is no matter
+
+    done = checked(fencepost, pooled, table, FENCEPOST_RELAY_DOORBELL="true")
+
+    assert done.code == 1
+    (line,) = failing(done)
+    assert "doorbell" in line and "pooler" in line

@@ -1,15 +1,20 @@
 """`fencepost status`: every state with its age, and exactly the events that a destination was not sent yet."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import psycopg
+import pytest
 
 from fencepost.jobs.submit import submit
 from fencepost.relay import outbox
 from fencepost.schemas.event import Event
 from support.command_line import Fencepost
 from support.database import Database
+from support.memory_broker import Lossy, MemoryBroker
+from support.relays import accepted, relay_once, value
+from support.relays import destination as in_memory
 from support.services import Kafka, unique
 
 
@@ -96,3 +101,48 @@ def test_backlog_counts_what_was_not_sent_late_commits_included(
     assert unsent() == (1, True)
     assert relay() == "published 1, parked 0, sent again 0"
     assert unsent() == (0, False)
+
+
+def test_status_counts_what_was_overtaken_within_the_replay_window_and_older_records_go(
+    database18: Database, fencepost: Fencepost
+) -> None:
+    accepted(database18, "a-1", "a-2", key="a")
+    assert "overtaken" not in fencepost(database18, "status").out
+    relay_once(database18, in_memory(MemoryBroker(Lossy("a-1"), withholding=False)))
+
+    (line,) = [line for line in fencepost(database18, "status").out.splitlines() if "overtaken" in line]
+
+    assert line.split()[:5] == ["event", "overtaken", "acme", "relay.changed", "memory"]
+    with database18.connect(autocommit=True) as conn:
+        conn.execute("UPDATE fencepost.overtaken SET at = at - %s", [timedelta(days=8)])
+        assert "overtaken" not in fencepost(database18, "status").out
+        accepted(database18, "b-1", "b-2", key="b")
+        relay_once(database18, in_memory(MemoryBroker(Lossy("b-1"), withholding=False)))
+        assert value(conn, "SELECT array_agg(operation) FROM fencepost.overtaken") == ["b-1"]
+
+
+def test_backlog_of_a_destination_is_what_it_answers_for_and_looking_at_it_has_a_limit(
+    database18: Database, kafka: Kafka, fencepost: Fencepost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = [{"match": "relay.*", "to": kafka.topic()}]
+    everything = [{"match": "*", "to": kafka.topic()}]
+    tables = [
+        {"name": name, "kind": "kafka", "address": kafka.bootstrap, "routes": routes}
+        for name, routes in (("other", other), ("everything", everything))
+    ]
+    assert fencepost(database18, "relay", "run", "--once", FENCEPOST_DESTINATIONS=json.dumps(tables)).code == 0
+
+    def unsent() -> dict[str, tuple[int, bool, bool]]:
+        found = json.loads(fencepost(database18, "status", "--json").out)["backlog"]
+        return {b["destination"]: (b["waiting"], b["more"], b["oldest_seconds"] is not None) for b in found}
+
+    noted(database18, "a", "b", "c")
+    assert unsent() == {"everything": (3, False, True), "other": (0, False, False)}
+    accepted(database18, "d")
+    assert unsent() == {"everything": (4, False, True), "other": (1, False, True)}
+
+    monkeypatch.setattr("fencepost.relay.backlog.COUNT_MAX", 2)
+
+    assert unsent()["everything"] == (2, True, True)
+    plain = fencepost(database18, "status").out.splitlines()
+    assert [">= 2" in line for line in plain if "everything" in line] == [True]

@@ -23,7 +23,7 @@ from stack.places import free_port, listens
 from stack.postgres import PostgresServer
 from support.database import Database
 from support.health import LOOPBACK, ask, becomes, metric, readiness, running
-from support.memory_broker import MemoryBroker, confirm
+from support.memory_broker import Lossy, MemoryBroker, confirm
 from support.processes import wait_for
 from support.relays import BRISK, accept, accepted, destination, relay_once
 
@@ -183,6 +183,18 @@ def test_metrics_count_what_happened_by_destination_and_reason_and_name_no_tenan
         wait_for(lambda: metric(made, "fencepost_relay_ready") == 1, 20, "the gauge")
         text = ask(made.health_port, "/metrics").text
         assert "secretive" not in text and "huge" not in text
+
+
+def test_overtaken_events_are_counted(database18: Database) -> None:
+    broker = MemoryBroker(Lossy("b-1"), withholding=False)
+    with running(relay(database18, broker)) as made:
+        overtaken = 'fencepost_relay_overtaken_total{destination="memory"}'
+        accepted(database18, "a-1", "a-2", key="a")
+        wait_for(lambda: metric(made, 'fencepost_relay_published_total{destination="memory"}') == 2, 20, "the control")
+        assert metric(made, overtaken) == 0
+        with database18.connect() as conn:
+            accept(conn, "b-1", "b-2", key="b")
+        wait_for(lambda: metric(made, overtaken) == 1, 20, "one overtaken event")
 
 
 def test_the_age_of_the_oldest_unsent_event_grows_until_it_is_sent(database18: Database) -> None:

@@ -18,6 +18,7 @@ from conformance.on_kafka import DELIVERY_SECONDS, OnKafka
 from fencepost.relay.kafka import KafkaPublisher
 from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, ParkReason, Route
 from fencepost.schemas.errors import ConfigError
+from support.processes import wait_for
 from support.services import Kafka, Services, TopicAdmin, unique
 
 
@@ -199,3 +200,26 @@ def test_a_producer_that_failed_for_good_is_replaced_and_its_events_are_unknown(
         assert publisher._clients.current is not client  # pyright: ignore[reportPrivateUsage]
         confirmed = answers(future.result()).count(Answer.CONFIRMED)
     assert len(on.read(route, confirmed + 2)) >= confirmed + 2
+
+
+def test_what_follows_an_event_that_died_with_its_producer_does_not_overtake_it_on_the_next(
+    kafka: Kafka, on: OnKafka
+) -> None:
+    route = on.destination()
+    # A long linger: the first event is still in the producer when that one dies, so the broker never sees this copy.
+    slow = KafkaPublisher(kafka.bootstrap, source=SOURCE, delivery_timeout=6, options={"linger.ms": "1500"})
+    with opened(slow) as publisher:
+        assert send(publisher, [event(route, 1)]) == [CONFIRMED]  # the allowed control
+        first = publisher.send([event(route, 2)], time.monotonic() + 20)
+        client = publisher._clients.current  # pyright: ignore[reportPrivateUsage]
+        assert client is not None
+        wait_for(lambda: len(client.producer) == 1, 5, "the first event is in the producer")
+        publisher._clients.failed(client, KafkaError(KafkaError._FATAL))  # pyright: ignore[reportPrivateUsage]
+        second = publisher.send([event(route, 3)], time.monotonic() + 20)
+        other = publisher.send([event(route, 4, "other")], time.monotonic() + 20)
+
+        assert answers(first.result(timeout=21)) == [Answer.UNKNOWN]
+        assert answers(second.result(timeout=21)) == [Answer.WITHHELD]
+        assert answers(other.result(timeout=21)) == [Answer.CONFIRMED]
+        assert send(publisher, [event(route, 2), event(route, 3)]) == [CONFIRMED] * 2
+    assert [one.envelope.sequence for one in on.read(route, 4) if one.envelope.ordering_key == "k"] == [1, 2, 3]

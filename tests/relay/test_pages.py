@@ -9,7 +9,7 @@ import pytest
 from psycopg import sql
 from psycopg.pq import TransactionStatus
 
-from fencepost.relay.pages import IN_ORDER, LATE, MAIN, PageReader, Part, Progress, newest_tick
+from fencepost.relay.pages import IN_ORDER, LARGE, LATE, MAIN, PageReader, Part, Progress, newest_tick
 from support.database import Database
 from support.relays import accept, accepted, value
 
@@ -102,6 +102,27 @@ def test_a_part_stays_within_its_share_of_memory_but_for_one_event(database: Dat
         assert sum(len(row.payload) for part in parts for row in part.rows) <= 16 * (1000 + 200)
 
 
+def test_without_payloads_the_same_page_is_read_and_no_payload_with_it(database: Database) -> None:
+    with database.connect(autocommit=True) as conn, database.connect() as late:
+        accept(late, "late", key="k")
+        accepted(database, "early", key="k")
+        newest_tick(conn, 0)
+        late.commit()
+        accepted(database, *[f"new-{n}" for n in range(30)], key="k")
+        newest_tick(conn, 0)
+        slot = value(conn, SLOT_OF)
+        with_them = whole(PageReader(conn, 1), slot, 1, 2)
+        assert len(operations(with_them)) == 31 and all(row.payload for part in with_them for row in part.rows)
+
+        for rows in (7, 500):
+            reader = PageReader(conn, 1, rows_per_slot=rows, bytes_in_all=100, payloads=False)
+            without = whole(reader, slot, 1, 2)
+            assert operations(without) == operations(with_them)
+            assert {row.payload for part in without for row in part.rows} == {b""}
+            # Bytes that are not read limit nothing: one part of the late row, the others of `rows`.
+            assert len(without) == 1 + 30 // rows + 1
+
+
 def test_a_rolled_back_savepoint_leaves_nothing_and_hides_nothing(database: Database) -> None:
     with database.connect(autocommit=True) as conn, database.connect() as writer:
         accept(writer, "a", key="k")
@@ -152,7 +173,8 @@ def test_pages_are_read_in_the_order_of_the_index_whatever_the_statistics(databa
             "end_hint": hint,
             "end_snap": snap,
             "rows": 500,
-            "bytes": 1 << 20,
+            "small": 1 << 20,
+            "payloads": True,
         }
         for query, start_hint in zip(PLANS, (0, hint), strict=True):
             with conn.transaction():
@@ -162,6 +184,21 @@ def test_pages_are_read_in_the_order_of_the_index_whatever_the_statistics(databa
                 assert slow not in plan, plan
             assert plan.count("slot_seq_idx") >= 3, plan
             assert "Index Cond: ((slot = p.slot)" in plan, plan
+
+
+@pytest.mark.parametrize("statistics", ["none", "fresh"])
+def test_large_payloads_are_found_by_the_index_whatever_the_statistics(database: Database, statistics: str) -> None:
+    with database.connect(autocommit=True) as conn:
+        conn.execute(FILL)
+        if statistics == "fresh":
+            conn.execute("ANALYZE fencepost.outbox")
+        seqs = [row[0] for row in conn.execute("SELECT seq FROM fencepost.outbox WHERE slot = 3 ORDER BY seq LIMIT 9")]
+        with conn.transaction():
+            conn.execute(IN_ORDER)
+            query = WHOLE + LARGE
+            plan = "\n".join(r[0] for r in conn.execute(query, {"slots": [3] * 9, "seqs": seqs, "bytes": 1 << 20}))
+        assert "Seq Scan" not in plan and "Hash" not in plan, plan
+        assert plan.count("slot_seq_idx") >= 3, plan
 
 
 def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
@@ -183,7 +220,8 @@ def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
                     "end_hint": hint,
                     "end_snap": snap,
                     "rows": 10,
-                    "bytes": 1 << 20,
+                    "small": 1 << 20,
+                    "payloads": True,
                 },
             ).fetchall()
         read = max(_buffers(line) for (line,) in plan if "Buffers: shared" in line)

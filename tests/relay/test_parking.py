@@ -95,6 +95,10 @@ def test_what_no_destination_takes_is_parked_under_the_reserved_one(database: Da
     with database.connect() as conn:
         found = conn.execute("SELECT destination, operation, reason, next_try_at FROM fencepost.parked").fetchall()
         assert found == [("-", "a", "no_route", None)]
+        # The reserved destination reads no payloads, what it parks has them.
+        assert value(
+            conn, "SELECT p.payload = o.payload FROM fencepost.parked AS p JOIN fencepost.outbox AS o USING (seq)"
+        )
 
 
 @pytest.mark.parametrize("routes", [[Route("relay.*", "here")], [Route("*", "here")]])

@@ -410,3 +410,29 @@ def test_acks_under_a_pinned_snapshot_update_no_row_and_touch_no_more_pages_than
         last = acked(100)
         assert last <= first + 4, (first, last)
         assert counted(UPDATED) == rows
+
+
+def test_what_was_read_is_not_sent_while_the_lease_may_end_before_its_confirm(
+    database18: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = MemoryBroker()
+    with relaying(database18, destination(broker)) as made, database18.connect(autocommit=True) as conn:
+        accepted(database18, "control")
+        arrived(broker.operations, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotLease, "seconds_left", _too_few)
+            accepted(database18, "late")
+            until(conn, "SELECT max(t.hint) = (SELECT max(o.seq) FROM fencepost.outbox AS o) FROM fencepost.tick AS t")
+            steps: set[float] = set()
+
+            def many() -> bool:
+                steps.add(made.progressed_at)
+                return len(steps) > 50
+
+            wait_for(many, 20, "many steps of the loop")
+            assert broker.operations() == ["control"]
+        assert arrived(broker.operations, 2) == ["control", "late"]
+
+
+def _too_few(lease: SlotLease) -> float:
+    return BRISK.confirm - 0.1

@@ -13,6 +13,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from fencepost.schemas import arming, migrate
 from fencepost.schemas import witness as witnesses
+from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import (
     ConfigError,
     Damaged,
@@ -230,3 +231,15 @@ def test_a_witness_that_a_stopped_process_holds_is_not_waited_for_without_end(
         arming.arm(database.dsn, database.state)
     assert caught.value.field == "FENCEPOST_STATE"
     arming.arm(database.dsn, database.state)  # the control
+
+
+def test_a_beat_waits_for_a_lock_only_for_a_while(database: Database) -> None:
+    witness = FileWitness(database.state)
+    before = witness.read().head.seq
+    # Our own deadline would end the wait too, but later, and it would leave the server's session waiting.
+    with connect(database.dsn, autocommit=True, answer_within=12) as conn:
+        with database.connect() as other:
+            other.execute("SELECT FROM fencepost.tip FOR UPDATE")
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                arming.beat(conn, witness)
+        assert arming.beat(conn, witness) == before + 1  # the control

@@ -1,11 +1,12 @@
 """Connections: a silent server is left within our own deadline, and a server off this machine must be verified."""
 
+import asyncio
 import time
 
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from fencepost.schemas.connect import NoAnswer, checked_address, connect
+from fencepost.schemas.connect import NoAnswer, checked_address, connect, connect_async
 from fencepost.schemas.errors import ConfigError
 from support.database import Database
 from support.processes import wait_for
@@ -51,6 +52,40 @@ def test_a_silent_server_in_the_middle_of_a_transaction_and_of_a_pipeline_is_lef
                         conn.execute("SELECT 1")
             assert conn.closed
             proxy.heal()
+
+
+def test_an_asyncio_connection_leaves_a_silent_server_at_the_deadline_while_others_go_on(database18: Database) -> None:
+    async def scene(proxy: Proxy) -> None:
+        silent = await connect_async(through(proxy, database18), autocommit=True, answer_within=LIMIT)
+        direct = await connect_async(database18.dsn, autocommit=True, answer_within=LIMIT)
+        async with silent, direct:
+            assert await (await silent.execute("SELECT 1")).fetchone() == (1,)  # the control
+            proxy.blackhole()
+            began = time.monotonic()
+            waiting = asyncio.create_task(silent.execute("SELECT 1"))
+            while not waiting.done():
+                assert await (await direct.execute("SELECT 2")).fetchone() == (2,)
+                await asyncio.sleep(0.05)
+            assert isinstance(waiting.exception(), NoAnswer)
+            assert LIMIT <= time.monotonic() - began < LIMIT + 3
+            assert silent.closed and not direct.closed
+
+    with Proxy(port_of(database18)) as proxy:
+        asyncio.run(scene(proxy))
+
+
+def test_an_asyncio_wait_for_a_lock_ends_at_the_deadline_on_both_sides(database18: Database) -> None:
+    async def scene() -> None:
+        async with await connect_async(database18.dsn, autocommit=True, answer_within=LIMIT) as conn:
+            with pytest.raises(NoAnswer):
+                await conn.execute("SELECT FROM locked")
+
+    with database18.connect(autocommit=True) as direct:
+        direct.execute("CREATE TABLE locked (value int)")
+        with direct.transaction():
+            direct.execute("LOCK TABLE locked IN ACCESS EXCLUSIVE MODE")
+            asyncio.run(scene())
+            wait_for(lambda: direct.execute(WAITING).fetchone() == (0,), 10, "nobody to wait for the lock")
 
 
 def test_a_wait_for_a_lock_ends_at_the_deadline_on_both_sides(database18: Database) -> None:

@@ -15,7 +15,7 @@ from psycopg.conninfo import make_conninfo
 from stack import guard, kafka, ownership, places
 from stack.mockkafka import MockKafka
 from stack.postgres import MAJORS, PostgresServer, Stop
-from stack.process import Process, StartFailed, Unavailable
+from stack.process import Process, StartFailed, Unavailable, running_threads
 from support.processes import Child, wait_for
 from support.proxy import Proxy
 from support.services import Kafka, Rabbit, missing
@@ -59,6 +59,27 @@ def test_a_paused_server_takes_no_connection_until_it_is_resumed(own_server: Pos
     finally:
         own_server.resume()
     psycopg.connect(own_server.dsn, connect_timeout=5).close()
+
+
+def test_a_paused_service_has_stopped_with_every_thread_of_every_process_when_pause_returns(tmp_path: Path) -> None:
+    """Most of the time a signal is slower than the next line of its sender: many rounds, so that one is."""
+    source = """
+import os, threading
+def work():
+    while True:
+        sum(range(1000))
+os.fork()
+for _ in range(8):
+    threading.Thread(target=work).start()
+"""
+    with Process("busy", [sys.executable, "-c", source], log=tmp_path / "log") as busy:
+        busy.start()
+        wait_for(lambda: len(running_threads(busy.pid)) == 18, 20, "two processes with 9 threads each")  # the control
+        for _ in range(20):
+            busy.pause()
+            assert running_threads(busy.pid) == []
+            busy.resume()
+            wait_for(lambda: len(running_threads(busy.pid)) == 18, 20, "all to go on")
 
 
 def test_a_service_that_does_not_start_says_why_with_its_log(tmp_path: Path) -> None:

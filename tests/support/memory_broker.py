@@ -32,6 +32,21 @@ def confirm(row: OutboxRow) -> Outcome:
     return CONFIRMED
 
 
+class Lossy:
+    """Does not store the events of these operations until told otherwise, as a connection that is cut does not."""
+
+    def __init__(self, *operations: str) -> None:
+        self.lost = set(operations)
+        self.once = True
+
+    def __call__(self, row: OutboxRow) -> Outcome:
+        if row.operation in self.lost:
+            if self.once:
+                self.lost.remove(row.operation)
+            return Outcome(Answer.NACKED, detail="cut")
+        return CONFIRMED
+
+
 class MemoryBroker:
     """Keeps in `arrived` what it confirmed or left unknown; `verdict` answers for each event.
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from stack import ownership
+from stack.process import stop_group
 
 Value = TypeVar("Value")
 POLL_SECONDS = 0.02
@@ -111,9 +112,8 @@ class Child:
         return code
 
     def pause(self) -> None:
-        """SIGSTOP to the group; returns when the kernel says that it has stopped."""
-        os.killpg(self.pid, signal.SIGSTOP)
-        wait_for(lambda: _state(self.pid) in ("T", "t"), 5, "the child to be stopped")
+        """SIGSTOP to the group; returns when the kernel says that every thread of it has stopped."""
+        stop_group(self.pid)
 
     def resume(self) -> None:
         """SIGCONT to the group."""
@@ -131,7 +131,3 @@ class Child:
     def _running(self) -> "subprocess.Popen[bytes]":
         assert self._child is not None, "the child was never started"
         return self._child
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

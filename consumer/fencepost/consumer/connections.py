@@ -21,6 +21,7 @@ from fencepost.schemas.errors import Unreachable
 __all__ = ["AsyncConnections", "AsyncPool", "Connections", "Pool"]
 
 WAIT_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 
 
 class Pool(Protocol):
@@ -36,10 +37,17 @@ class AsyncPool(Protocol):
 
 
 class Connections:
-    """At most ``limit`` connections to one database, opened when first needed, for threads."""
+    """At most ``limit`` connections to one database, opened when first needed, for threads.
 
-    def __init__(self, dsn: str, *, limit: int = 1, wait_seconds: float = WAIT_SECONDS) -> None:
+    An exchange with the server that takes longer than ``answer_within`` seconds, a handler's statement included, ends with
+    NoAnswer, an OperationalError, and the connection is closed.
+    """
+
+    def __init__(
+        self, dsn: str, *, limit: int = 1, wait_seconds: float = WAIT_SECONDS, answer_within: float = ANSWER_SECONDS
+    ) -> None:
         self._dsn = dsn
+        self._answer_within = answer_within
         self._wait_seconds = wait_seconds
         self._slots = threading.BoundedSemaphore(limit)
         self._lock = threading.Lock()
@@ -54,7 +62,7 @@ class Connections:
         try:
             with self._lock:
                 conn = self._idle.pop() if self._idle else None
-            conn = conn or connect(self._dsn)
+            conn = conn or connect(self._dsn, answer_within=self._answer_within)
             try:
                 yield conn
             finally:
@@ -84,10 +92,16 @@ class Connections:
 
 
 class AsyncConnections:
-    """At most ``limit`` connections to one database, opened when first needed, for one event loop."""
+    """At most ``limit`` connections to one database, opened when first needed, for one event loop.
 
-    def __init__(self, dsn: str, *, limit: int = 1, wait_seconds: float = WAIT_SECONDS) -> None:
+    Each exchange with the server has its deadline, as in ``Connections``.
+    """
+
+    def __init__(
+        self, dsn: str, *, limit: int = 1, wait_seconds: float = WAIT_SECONDS, answer_within: float = ANSWER_SECONDS
+    ) -> None:
         self._dsn = dsn
+        self._answer_within = answer_within
         self._wait_seconds = wait_seconds
         self._slots = asyncio.BoundedSemaphore(limit)
         self._idle: list[AsyncConnection[Any]] = []
@@ -102,7 +116,7 @@ class AsyncConnections:
         except TimeoutError:
             raise _all_in_use(self._dsn) from None
         try:
-            conn = self._idle.pop() if self._idle else await connect_async(self._dsn)
+            conn = self._idle.pop() if self._idle else await connect_async(self._dsn, answer_within=self._answer_within)
             try:
                 yield conn
             finally:

@@ -125,7 +125,7 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
         error or ended the transaction; Busy when another copy is still being handled after ``wait_seconds``;
         Unreachable; ConfigError (``database``) where no transaction for this handler can be begun.
         """
-        with opened(database, self.handler) as transactions:
+        with opened(database, self.handler, self.wait_seconds) as transactions:
             try:
                 arrived = self.reading.read(delivery)
             except Undecodable as error:
@@ -185,7 +185,7 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
         """As `Inbox.handle`, with an AsyncConnection or an asyncio pool of psycopg, an AsyncEngine, or an
         async_sessionmaker. Cancelled during the commit, the outcome is not known: deliver again.
         """
-        async with opened_async(database, self.handler) as transactions:
+        async with opened_async(database, self.handler, self.wait_seconds) as transactions:
             try:
                 arrived = self.reading.read(delivery)
             except Undecodable as error:

@@ -38,6 +38,8 @@ class RunnerOptions:
     concurrency: handlers, and database connections, at the same time. max_attempts: failures of a handler before the
     delivery is set aside. backoff_base doubles with every try up to backoff_max, with jitter. drain_seconds: how long
     running handlers may take after a stop. start_seconds: how long broker and database may be missing at the start.
+    answer_seconds: how long the database may take over one statement, a handler's own included, beyond the inbox's wait
+    for another copy; for connections that are opened from a connection string.
     """
 
     concurrency: int = 4
@@ -46,6 +48,7 @@ class RunnerOptions:
     backoff_max: float = 30.0
     drain_seconds: float = 25.0
     start_seconds: float = 30.0
+    answer_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= 256:
@@ -59,6 +62,8 @@ class RunnerOptions:
         for name in ("drain_seconds", "start_seconds"):
             if not 0 <= getattr(self, name) <= 3600:
                 raise ConfigError(f"{name} is not between 0 and 3600", field=name)
+        if not 0.1 <= self.answer_seconds <= 3600:
+            raise ConfigError("answer_seconds is not between 0.1 and 3600", field="answer_seconds")
 
     def backoff(self, tries: int) -> float:
         """Seconds before the next try after ``tries`` failed ones."""
@@ -113,7 +118,12 @@ class Handling:
 
     def __init__(self, inbox: Inbox[Any], database: Database, options: RunnerOptions) -> None:
         self._inbox = inbox
-        self._transactions = transactions_of(database, inbox.handler, options.concurrency)
+        self._transactions = transactions_of(
+            database,
+            inbox.handler,
+            options.concurrency,
+            answer_within=options.answer_seconds + inbox.wait_seconds,
+        )
 
     def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         """Tries once. `Handled` is committed and may be acknowledged; after `Again` nothing may."""
@@ -139,7 +149,12 @@ class AsyncHandling:
 
     def __init__(self, inbox: AsyncInbox[Any], database: AsyncDatabase, options: RunnerOptions) -> None:
         self._inbox = inbox
-        self._transactions = async_transactions_of(database, inbox.handler, options.concurrency)
+        self._transactions = async_transactions_of(
+            database,
+            inbox.handler,
+            options.concurrency,
+            answer_within=options.answer_seconds + inbox.wait_seconds,
+        )
 
     async def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         """As `Handling.attempt`."""

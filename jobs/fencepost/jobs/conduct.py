@@ -34,7 +34,7 @@ from fencepost.jobs.effects import Begun, Dispatch, Kind, Outcome, Recorded, Sta
 from fencepost.jobs.execution import Execution
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.stage import dump
-from fencepost.schemas.connect import address, connect
+from fencepost.schemas.connect import ANSWER_SECONDS, address, connect
 from fencepost.schemas.errors import (
     EffectUnknown,
     InvalidInput,
@@ -108,7 +108,7 @@ class Conduct:
             if not conn.closed:
                 raise
             try:
-                with connect(self._work.dsn, autocommit=True) as again:
+                with connect(self._work.dsn, autocommit=True, answer_within=ANSWER_SECONDS) as again:
                     version = effects.begun(again, self._fence, effect_key, attempt)
             except (psycopg.Error, Unreachable):
                 self._tell(effect_key, None, "begin_unreadable", None)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import Connection
 
-from fencepost.schemas.connect import connect
+from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import NotArmed, Unreachable
 
 __all__ = ["Lanes", "LanesClosed"]
@@ -42,11 +42,22 @@ class Lanes:
     """Runs work on a fixed number of threads, each with an autocommit connection that is replaced when it breaks.
 
     ``budget`` is for how many seconds work that lost its connection, a deadlock or a wait for a lock is tried again, 0
-    for never; work given to lanes with a budget must therefore be safe to repeat. At most ``waiting_max`` pieces wait.
+    for never; work given to lanes with a budget must therefore be safe to repeat. At most ``waiting_max`` pieces wait. A
+    statement that takes longer than ``answer_within`` seconds ends as if its connection had been lost.
     """
 
-    def __init__(self, dsn: str, name: str, threads: int, *, budget: float = 0.0, waiting_max: int = 10_000) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        name: str,
+        threads: int,
+        *,
+        budget: float = 0.0,
+        waiting_max: int = 10_000,
+        answer_within: float = ANSWER_SECONDS,
+    ) -> None:
         self.dsn = dsn
+        self._answer_within = answer_within
         self._budget = budget
         self._queue: queue.Queue[tuple[Callable[[Connection[Any]], Any], Future[Any]] | None] = queue.Queue(waiting_max)
         self._closed = threading.Event()
@@ -107,7 +118,7 @@ class Lanes:
         while True:
             try:
                 if conn is None or conn.closed:
-                    conn = connect(self.dsn, autocommit=True)
+                    conn = connect(self.dsn, autocommit=True, answer_within=self._answer_within)
                 result = work(conn)
             except (psycopg.OperationalError, Unreachable, NotArmed) as error:
                 # Only what may pass is tried again: a lost connection, a restart that the keeper is about to mend, and

@@ -20,7 +20,7 @@ from psycopg.rows import tuple_row
 
 from fencepost.jobs.fence import Fence, complete, fence
 from fencepost.jobs.transaction import FencedTransaction
-from fencepost.schemas.connect import address, connect
+from fencepost.schemas.connect import ANSWER_SECONDS, address, connect
 from fencepost.schemas.errors import (
     CommitWasRollback,
     FencepostError,
@@ -83,7 +83,7 @@ def publish(
                 conn.execute("BEGIN")
             if limit is not None:
                 conn.execute(LIMIT, {"ms": round(limit * 1000)})
-            result = _write(conn, f, callback)
+            result = _write(conn, f, callback, limit)
         except BaseException as error:
             lost = conn.closed and isinstance(error, LOST)
             if not conn.closed:
@@ -105,9 +105,10 @@ def publish(
         return result
 
 
-def _write(conn: Connection[Any], f: Fence, callback: Callable[[FencedTransaction], T]) -> T:
+def _write(conn: Connection[Any], f: Fence, callback: Callable[[FencedTransaction], T], limit: float | None) -> T:
     fence(conn, f)
-    with FencedTransaction.over(conn) as lent:
+    # PostgreSQL breaks a statement off at the limit; one that is silent is left a moment after.
+    with FencedTransaction.over(conn, answer_within=None if limit is None else limit + MARGIN_SECONDS) as lent:
         result = callback(lent)
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
@@ -145,7 +146,7 @@ def _commit(conn: Connection[Any], conn_or_dsn: Connection[Any] | str, f: Fence)
 
 def _read_back(conn_or_dsn: Connection[Any] | str, f: Fence) -> bool:
     try:
-        with connect(_dsn(conn_or_dsn), autocommit=True) as conn:
+        with connect(_dsn(conn_or_dsn), autocommit=True, answer_within=ANSWER_SECONDS) as conn:
             return published(conn, f)
     except (psycopg.Error, Unreachable, FencepostError) as error:
         raise Unresolved(
@@ -171,7 +172,7 @@ def _opened(conn_or_dsn: Connection[Any] | str) -> Generator[Connection[Any]]:
     if isinstance(conn_or_dsn, Connection):
         yield conn_or_dsn
     else:
-        with connect(conn_or_dsn, autocommit=True) as conn:
+        with connect(conn_or_dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
             yield conn
 
 

@@ -25,6 +25,8 @@ __all__ = ["Renewal"]
 WATCH_SECONDS = 0.05
 RETRY_SECONDS = 0.2
 JOIN_SECONDS = 2.0
+# Shorter than elsewhere: every other claim waits for this answer.
+ANSWER_SECONDS = 10.0
 
 log = logging.getLogger("fencepost.jobs")
 
@@ -65,7 +67,7 @@ class Renewal:
     def _renew(self) -> None:
         while not self._stopping.is_set():
             try:
-                with connect(self._dsn, autocommit=True) as conn:
+                with connect(self._dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
                     while not self._stopping.wait(WATCH_SECONDS):
                         self._turn(conn)
             except (psycopg.Error, Unreachable) as error:

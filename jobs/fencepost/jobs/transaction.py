@@ -15,6 +15,7 @@ from psycopg.abc import Params, Query
 from psycopg.rows import RowFactory
 from psycopg.sql import Composable
 
+from fencepost.schemas.connect import Punctual
 from fencepost.schemas.errors import WrongTransaction
 
 __all__ = ["FencedTransaction"]
@@ -51,7 +52,7 @@ class FencedCursor(Cursor[Any]):
         return super().stream(query, params, binary=binary, size=size)
 
 
-class FencedTransaction(Connection[Any]):
+class FencedTransaction(Punctual[Any]):
     """Writes inside the fenced transaction; commit, rollback, close, autocommit and SET ROLE raise WrongTransaction.
 
     A psycopg Connection for everything else: `enqueue` and `submit` take it, `transaction()` makes a savepoint, and a
@@ -60,9 +61,10 @@ class FencedTransaction(Connection[Any]):
 
     @classmethod
     @contextmanager
-    def over(cls, conn: Connection[Any]) -> Generator[FencedTransaction]:
+    def over(cls, conn: Connection[Any], *, answer_within: float | None = None) -> Generator[FencedTransaction]:
         """Lends the connection's transaction for the length of the block; the connection itself must be left alone."""
         lent = cls(conn.pgconn, conn.row_factory)
+        lent.answer_within = answer_within
         lent.prepare_threshold = None
         lent._adapters = conn.adapters
         lent.cursor_factory = FencedCursor

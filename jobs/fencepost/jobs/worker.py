@@ -31,7 +31,7 @@ from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, register_cl
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.execution import Poison, Retry
 from fencepost.jobs.run import Run
-from fencepost.schemas.connect import connect
+from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
 
@@ -161,7 +161,7 @@ class Worker:
         told = False
         while not stopping.is_set():
             try:
-                with connect(dsn, autocommit=True) as conn:
+                with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
                     run.arm()
                     for registered in self._classes.values():
                         register_class(conn, registered.policy)

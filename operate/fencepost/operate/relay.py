@@ -18,7 +18,7 @@ from fencepost.operate.relay_check import examine
 from fencepost.operate.settings import RelaySettings
 from fencepost.operate.signals import draining
 from fencepost.relay.health import HealthAddress
-from fencepost.relay.sidecar import Relay, Summary
+from fencepost.relay.sidecar import Relay, Summary, settle_memory
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 app = typer.Typer(no_args_is_help=True, help="Publish committed events to the brokers.")
@@ -64,8 +64,10 @@ def run(
             health=health,
             stalled=chosen.relay.stalled,
             health_required="health_address" in chosen.relay.model_fields_set,
+            doorbell=chosen.relay.doorbell,
         )
 
+    settle_memory()
     summary = _once(make, chosen.relay.patience) if once else _run(make)
     printing.say(f"published {summary.published}, parked {summary.parked}, sent again {summary.resent}")
 
@@ -79,7 +81,7 @@ def check(
     dsn = chosen.dsn(insecure=insecure_db)
     pace = pace_of(chosen)
     _health(chosen.relay)
-    if show(examine(dsn, chosen.destinations, pace), as_json=as_json):
+    if show(examine(dsn, chosen.destinations, pace, doorbell=chosen.relay.doorbell), as_json=as_json):
         raise typer.Exit(int(ExitCode.REFUSED))
 
 

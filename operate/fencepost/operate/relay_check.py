@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, LiteralString
+from uuid import uuid4
 
 import psycopg
 from psycopg import Connection
@@ -23,10 +24,14 @@ from fencepost.schemas.errors import ConfigError, FencepostError
 
 __all__ = ["examine"]
 
+RING_SECONDS = 2.0
+LISTEN: LiteralString = "LISTEN fencepost_check"
+RING: LiteralString = "SELECT pg_notify('fencepost_check', %(word)s)"
 # The outbox takes no larger payload.
 PAYLOAD_BYTES = 1_048_576
 ARMED: LiteralString = "SELECT fencepost.armed()"
-REGISTERED: LiteralString = "SELECT kind, routes FROM fencepost.destination WHERE destination = %(destination)s"
+REGISTERED: LiteralString = """
+SELECT kind, routes, on_refusal FROM fencepost.destination WHERE destination = %(destination)s"""
 # What the relay's login must be able to do; a superuser of a single-role installation can do everything.
 ABLE: LiteralString = """
 SELECT p.proname FROM pg_proc AS p
@@ -36,7 +41,9 @@ WHERE p.pronamespace = 'fencepost'::regnamespace
 ORDER BY p.proname"""
 
 
-def examine(dsn: str, destinations: Sequence[DestinationSettings], pace: Pace) -> Iterator[Finding]:
+def examine(
+    dsn: str, destinations: Sequence[DestinationSettings], pace: Pace, *, doorbell: bool = False
+) -> Iterator[Finding]:
     """One finding for each thing, in the order in which the relay would meet it; nothing is sent or written."""
     made: list[Destination] = []
     for d in destinations:
@@ -58,6 +65,8 @@ def examine(dsn: str, destinations: Sequence[DestinationSettings], pace: Pace) -
             else:
                 origin = _told(conn)
                 yield from _database(conn, made)
+                if doorbell:
+                    yield _doorbell(conn, dsn, pace)
     except (FencepostError, psycopg.Error) as error:
         yield fail("database", line_of(error))
     for destination in made:
@@ -77,6 +86,21 @@ def _database(conn: Connection[Any], destinations: Sequence[Destination]) -> Ite
     yield _looked(conn, _armed, "armed")
     for destination in destinations:
         yield _looked(conn, partial(_routes, destination=destination), f"routes {destination.name}")
+
+
+def _doorbell(conn: Connection[Any], dsn: str, pace: Pace) -> Finding:
+    """Rings from one connection and listens on another: a pooler in transaction mode lets nothing through."""
+    word = uuid4().hex
+    with connect(dsn, autocommit=True, answer_within=pace.answer) as listening:
+        listening.execute(LISTEN)
+        conn.execute(RING, {"word": word})
+        until = time.monotonic() + RING_SECONDS
+        while (left := until - time.monotonic()) > 0:
+            if any(found.payload == word for found in listening.notifies(timeout=left, stop_after=1)):
+                return ok("doorbell", "a notification arrives")
+    return fail(
+        "doorbell", "no notification arrives: connect to the server itself, not to a pooler in transaction mode"
+    )
 
 
 def _looked(conn: Connection[Any], look: Callable[[Connection[Any]], Finding], name: str) -> Finding:
@@ -109,6 +133,12 @@ def _routes(conn: Connection[Any], destination: Destination) -> Finding:
         return fail(name, f"registered as {row[0]}; start one relay with --accept-routes, or choose another name")
     if row[1] != as_stored(destination.routes):
         return fail(name, "other routes are registered; start one relay with --accept-routes once all have these")
+    if row[2] != destination.on_refusal:
+        return fail(
+            name,
+            f"registered with on_refusal {row[2]}, the settings say {destination.on_refusal};"
+            " start one relay with --accept-routes once all have these",
+        )
     return ok(name, "as registered")
 
 

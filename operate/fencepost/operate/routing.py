@@ -75,7 +75,7 @@ def _list(as_json: bool) -> None:
             r["kind"],
             r["on_refusal"],
             ", ".join(f"{route['match']} -> {route['to']}" for route in r["routes"]),
-            None if r["unsent"] is None else f"{r['unsent']}{'+' if r['more'] else ''}",
+            unsent[r["destination"]].unsent if r["destination"] in unsent else None,
             r["relays"],
         )
         for r in found

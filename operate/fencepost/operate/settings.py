@@ -23,13 +23,14 @@ as an address or an option is the content of that file.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from fencepost.schemas.connect import checked_address
@@ -54,6 +55,8 @@ SECRET_BYTES_MAX = 65_536
 ELSEWHERE = frozenset({"FENCEPOST_CONFIG", SECRETS, "FENCEPOST_CACHE", "FENCEPOST_NO_STACK"})
 ELSEWHERE_PREFIX = "FENCEPOST_TEST_"
 
+MATCH = re.compile(r"\*|[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*(\.\*)?")
+VERSIONED = re.compile(r"\.v[0-9]+$")
 HEALTH_ADDRESS = "127.0.0.1:8089"
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 S = TypeVar("S", bound=BaseSettings)
@@ -66,9 +69,17 @@ class _Table(BaseModel):
 class RouteSettings(_Table):
     """Events whose type matches go to a topic, or to an exchange under a routing key."""
 
-    match: str = Field(min_length=1)
+    match: str
     to: str
     routing_key: str = "{type}"
+
+    @field_validator("match")
+    @classmethod
+    def _can_match(cls, value: str) -> str:
+        """What no type can ever match would park every event that it was meant for."""
+        if not MATCH.fullmatch(value) or VERSIONED.search(value):
+            raise ValueError("not a type in lower case without its version, a prefix ending in .*, or *")
+        return value
 
 
 class DestinationSettings(_Table):
@@ -123,7 +134,7 @@ class RelaySettings(_Sources):
     """Times of the relay in seconds, its limits, and how long `relay run --once` is patient.
 
     `answer` bounds one statement, `stalled` the time without a step after which `/livez` says no; `health_exposed`
-    allows a health address off loopback.
+    allows a health address off loopback; `doorbell` lets an idle relay sleep until it is rung.
     """
 
     model_config = SettingsConfigDict(env_prefix=RELAY_PREFIX)
@@ -141,6 +152,7 @@ class RelaySettings(_Sources):
     ahead: int = Field(default=4, ge=1, le=64)
     health_address: str = HEALTH_ADDRESS
     health_exposed: bool = False
+    doorbell: bool = False
 
 
 class _General(_Sources):

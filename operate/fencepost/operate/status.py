@@ -94,7 +94,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = F
             (
                 b.destination,
                 b.kind,
-                f"{b.waiting}{'+' if b.more else ''}",
+                b.unsent,
                 _age(b.oldest_seconds),
                 None if live is None else live.get(b.destination, 0),
             )
@@ -103,7 +103,9 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = F
         columns = ("destination", "kind", "unsent", "oldest", "relays")
         printing.table("relay", columns, rows, empty="no destination is registered yet; start `fencepost relay run`")
         if unrouted:
-            printing.say(f"relay: {unrouted}{'+' if unrouted >= COUNT_MAX else ''} events wait for a first destination")
+            printing.say(
+                f"relay: {'>= ' if unrouted >= COUNT_MAX else ''}{unrouted} events wait for a first destination"
+            )
 
 
 def show_states(found: list[State]) -> None:

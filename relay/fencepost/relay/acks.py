@@ -9,7 +9,7 @@ from typing import Any, LiteralString
 
 from psycopg import Connection
 
-from fencepost.relay.delivery import Settled
+from fencepost.relay.delivery import Overtaken, Settled
 from fencepost.relay.pages import Part, Progress
 from fencepost.relay.parking import Parking, RetryPolicy
 from fencepost.relay.publisher import ParkReason
@@ -18,7 +18,8 @@ from fencepost.relay.slots import SlotLease
 ACK: LiteralString = """
 SELECT fencepost.ack(%(destination)s, %(owner)s, %(slots)s::integer[], %(generations)s::bigint[], %(era)s,
     %(acked)s::bigint[], %(ending)s::bigint[], %(positions)s::bigint[], %(park_slots)s::integer[], %(park_seqs)s::bigint[],
-    %(park_reasons)s::text[], %(park_details)s::text[], %(park_overtaken)s::bigint[], %(park_retry)s::interval[])"""
+    %(park_reasons)s::text[], %(park_details)s::text[], %(park_overtaken)s::bigint[], %(park_retry)s::interval[],
+    %(overtaken_slots)s::integer[], %(overtaken_seqs)s::bigint[], %(overtaken_by)s::bigint[])"""
 
 # A slot without rows is recorded at least this often, so that old ticks can be recycled.
 TICKS_UNRECORDED = 1000
@@ -31,6 +32,7 @@ class Recorded:
     rows: int
     pages: int
     parked: int
+    overtaken: int
     reasons: tuple[ParkReason, ...] = ()
 
 
@@ -69,14 +71,29 @@ def record(
             moved[part.slot] = after
             noted.pop(part.slot, None)
     parked = [p for p in settled.parked if p.row.seq in covered]
+    # What is parked later, or has no answer yet, was overtaken now: said also where its slot stays where it is.
+    overtaken = settled.overtaken + [
+        Overtaken(p.row, p.overtaken_by)
+        for p in settled.parked
+        if p.overtaken_by is not None and p.row.seq not in covered
+    ]
+    if overtaken:
+        ours = {part.slot for part in parts if part.generation == lease.generation(part.slot)}
+        overtaken = [o for o in overtaken if o.row.slot in ours]
+        for o in overtaken:
+            moved.setdefault(o.row.slot, lease.held[o.row.slot].progress.copy())
     if moved:
-        _append(conn, lease, moved, parked, policy)
+        _append(conn, lease, moved, parked, overtaken, policy)
     for slot, after in noted.items():
         lease.held[slot].progress = after
     for p in parked if lease.holds_keys else ():
         lease.held[p.row.slot].keys.add((p.row.tenant, p.row.ordering_key))
     return Recorded(
-        len(moved), sum(1 for p in moved.values() if p.between_pages), len(parked), tuple(p.reason for p in parked)
+        len(moved),
+        sum(1 for p in moved.values() if p.between_pages),
+        len(parked),
+        len(overtaken),
+        tuple(p.reason for p in parked),
     )
 
 
@@ -92,12 +109,17 @@ def record_noted(conn: Connection[Any], lease: SlotLease, *, seconds: float) -> 
         if held.progress.acked > held.recorded and held.progress.between_pages and held.recorded_at <= before
     }
     if noted:
-        _append(conn, lease, {s: Progress(p.acked, p.acked, 0) for s, p in noted.items()}, [], RetryPolicy())
+        _append(conn, lease, {s: Progress(p.acked, p.acked, 0) for s, p in noted.items()}, [], [], RetryPolicy())
     return len(noted)
 
 
 def _append(
-    conn: Connection[Any], lease: SlotLease, moved: dict[int, Progress], parked: list[Parking], policy: RetryPolicy
+    conn: Connection[Any],
+    lease: SlotLease,
+    moved: dict[int, Progress],
+    parked: list[Parking],
+    overtaken: list[Overtaken],
+    policy: RetryPolicy,
 ) -> None:
     conn.execute(
         ACK,
@@ -116,8 +138,12 @@ def _append(
             "park_details": [p.detail[:500] for p in parked],
             "park_overtaken": [p.overtaken_by for p in parked],
             "park_retry": [policy.after(p.reason, 1) for p in parked],
+            "overtaken_slots": [o.row.slot for o in overtaken],
+            "overtaken_seqs": [o.row.seq for o in overtaken],
+            "overtaken_by": [o.overtaken_by for o in overtaken],
         },
     )
+    # Crash here: [A2] recorded, and only the database knows: the slots' next owner goes on from there.
     now = time.monotonic()
     for slot, after in moved.items():
         held = lease.held[slot]

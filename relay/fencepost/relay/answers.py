@@ -11,9 +11,6 @@ from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing
 Key = tuple[str, str]
 """(tenant, ordering key)."""
 
-OVERTAKEN = "overtaken"
-"""Detail of a confirmed event whose key has an earlier event without a confirm: the order of first arrivals broke."""
-
 
 def key_of(event: Outgoing) -> Key:
     """Whose order this event keeps."""
@@ -133,32 +130,37 @@ class StoppedKeys:
     """Keys with an event that got no confirm, until the caller has been told.
 
     Invariant: between the failure of an event and the first send after the caller has looked at the list with it, no later
-    event of its key is handed over, however many batches are ahead; afterwards the caller knows, and decides.
+    event of its key is handed over, however many batches are ahead; afterwards the caller knows, and decides. A withheld
+    event has no confirm either, so its own list must have been looked at as well.
     `keys` is always the same mapping.
     """
 
     def __init__(self) -> None:
-        self._stopped: dict[Key, Answers] = {}
+        self._stopped: dict[Key, dict[int, Answers]] = {}
         self._lock = threading.Lock()
-        self.keys: Mapping[Key, Answers] = self._stopped
+        self.keys: Mapping[Key, Mapping[int, Answers]] = self._stopped
 
     def stop(self, key: Key, answers: Answers) -> None:
         """Later events of this key are withheld until `answers` has been looked at."""
         with self._lock:
-            self._stopped[key] = answers
+            self._stopped.setdefault(key, {})[answers.number] = answers
 
     def sending(self, number: int) -> None:
         """Called for each send, in the caller's thread: what it has been told by now does not bind this and later sends."""
         if self._stopped:
             with self._lock:
-                for answers in self._stopped.values():
-                    if answers.free_from is None and answers.told:
-                        answers.free_from = number
+                for holders in self._stopped.values():
+                    for answers in holders.values():
+                        if answers.free_from is None and answers.told:
+                            answers.free_from = number
 
     def reached(self, number: int) -> None:
         """Called before a send is handed over, in the order of sends: forgets what does not bind it."""
         if self._stopped:
             with self._lock:
-                for key, answers in list(self._stopped.items()):
-                    if answers.free_from is not None and answers.free_from <= number:
+                for key, holders in list(self._stopped.items()):
+                    for answers in list(holders.values()):
+                        if answers.free_from is not None and answers.free_from <= number:
+                            del holders[answers.number]
+                    if not holders:
                         del self._stopped[key]

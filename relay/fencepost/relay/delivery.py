@@ -8,14 +8,22 @@ import time
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from fencepost.relay.parking import Parking
-from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Publisher
+from fencepost.relay.publisher import CONFIRMED, Answer, OutboxRow, Outcome, Outgoing, ParkReason, Publisher
 
 BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_CAP_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Overtaken:
+    """An event whose first arrival came, or may have come, after that of a later one of its key."""
+
+    row: OutboxRow
+    overtaken_by: int
 
 
 @dataclass(slots=True)
@@ -23,10 +31,13 @@ class Settled:
     """What became of a batch: how many were confirmed (and, unless all were, which), and what is set aside.
 
     `unresolved` is empty unless delivery was told to stop or its lease ran out. Events of a lost slot are in none of them.
+    `overtaken` are events, confirmed in the end or not, that had no confirm when a later one of their key had its own; a
+    parked one says so itself.
     """
 
     parked: list[Parking] = field(default_factory=list[Parking])
     unresolved: list[Outgoing] = field(default_factory=list[Outgoing])
+    overtaken: list[Overtaken] = field(default_factory=list[Overtaken])
     confirmed: set[int] = field(default_factory=set[int])
     published: int = 0
     resent: int = 0
@@ -70,6 +81,8 @@ class Delivery:
         try:
             return answers.result(self._confirm_seconds + 1)
         except FutureTimeout:
+            # This process was paused, or the publisher hangs. Looked at once they come, else their keys are withheld for ever.
+            answers.add_done_callback(lambda late: late.result())
             return [Outcome(Answer.UNKNOWN, detail="no answer within the deadline")] * count
 
     @staticmethod
@@ -92,6 +105,7 @@ class Delivery:
             return settled
         # Invariant: a key in `blocked` has an event set aside in this batch; the index is that of the earliest.
         blocked: dict[tuple[str, str], int] = {}
+        overtaken: dict[int, Overtaken] = {}
         pending = list(batch)
         attempt = 0
         stop_at = None if patience is None else time.monotonic() + patience
@@ -107,12 +121,21 @@ class Delivery:
                     break
                 first = self.answered(self.send(pending), len(pending))
             again: list[Outgoing] = []
+            waiting: dict[tuple[str, str], list[OutboxRow]] = {}
+            passed: dict[tuple[str, str], tuple[int, int]] = {}
             trouble = ""
             for item, outcome in zip(pending, first, strict=True):
+                key = (item.row.tenant, item.row.ordering_key)
+                if outcome.answer is not Answer.CONFIRMED:
+                    waiting.setdefault(key, []).append(item.row)
+                elif key in waiting:
+                    passed[key] = len(waiting[key]), item.row.seq
                 if self._take(item, outcome, settled, blocked):
                     continue
                 again.append(item)
                 trouble = trouble or f"{outcome.answer.value}: {outcome.detail}"
+            for key, (count, by) in passed.items():
+                overtaken |= {row.seq: Overtaken(row, by) for row in waiting[key][:count]}
             first = None
             pending = again
             if pending:
@@ -122,6 +145,11 @@ class Delivery:
                 attempt += 1
                 self._pause(pause * (0.5 + random.random() / 2))
         settled.unresolved = pending
+        for n, parked in enumerate(settled.parked):
+            found = overtaken.pop(parked.row.seq, None)
+            if found is not None:
+                settled.parked[n] = replace(parked, overtaken_by=found.overtaken_by)
+        settled.overtaken = list(overtaken.values())
         return settled
 
     def _pause(self, seconds: float) -> None:
@@ -142,8 +170,6 @@ class Delivery:
             case Answer.CONFIRMED:
                 settled.confirmed.add(row.seq)
                 settled.published += 1
-                if first is not None and behind:
-                    settled.parked[blocked[key]] = Parking(first.row, first.reason, first.detail, row.seq)
                 return True
             case Answer.REFUSED:
                 assert outcome.reason is not None

@@ -56,6 +56,7 @@ class Destination:
     """
 
     holds_keys = True
+    publishes = True
     routes_everything = False
 
     def __init__(
@@ -123,7 +124,11 @@ class Destination:
         self.register(conn)
         if self._made is None:
             made = self.make(source(conn))
-            made.open(deadline)
+            try:
+                made.open(deadline)
+            except ConfigError as error:
+                field = f"destinations.{self.name}.{error.field}"
+                raise ConfigError(error.message, field=field, hint=error.hint) from None
             if self._declare:
                 self._declare_on(made, deadline)
             self._made = made
@@ -209,6 +214,7 @@ class NoRoute:
     name = "-"
     kind = "none"
     holds_keys = False
+    publishes = False
     blocks = False
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,8 @@ from fencepost.relay.answers import Answers, StoppedKeys, key_of
 from fencepost.relay.kafka_client import Client, Clients
 from fencepost.relay.kafka_inspection import Inspector
 from fencepost.relay.kafka_options import checked_options
-from fencepost.relay.kafka_record import Records, excess
-from fencepost.relay.kafka_reports import Failures, judge
+from fencepost.relay.kafka_record import KEY_AND_HEADERS_BYTES, Record, Records, excess
+from fencepost.relay.kafka_reports import judge
 from fencepost.relay.kafka_topics import Topic, Topics
 from fencepost.relay.publisher import Answer, Outcome, Outgoing, ParkReason, Place, Route
 from fencepost.schemas.errors import ConfigError
@@ -101,7 +102,6 @@ class KafkaPublisher:
         self._sending = threading.Lock()
         self._sent: SimpleQueue[Answers] = SimpleQueue()
         self._stopped = StoppedKeys()
-        self._failures = Failures()
         self._unresolved: dict[int, Answers] = {}
         self._number = 0
         self._accepting = False
@@ -127,8 +127,8 @@ class KafkaPublisher:
         """One outcome per event at `deadline` (monotonic seconds) at the latest; returns at once.
 
         A send waits for room in the local queue, at the longest until `delivery_timeout` seconds before its deadline.
-        Withheld events were not sent. A confirmed event with detail "overtaken" arrived although an earlier one of its
-        key has no confirm.
+        Withheld events were not sent. Where an event fails, later ones of its key that were handed over already may still
+        be confirmed.
         """
         with self._sending:
             self._number += 1
@@ -206,47 +206,65 @@ class KafkaPublisher:
         if client is None:
             self._withhold(answers, 0, "an earlier batch is still on its way")
             return
-        report = self._reporter(client, answers)
-        produce = client.producer.produce
+        send, report = client.producer.produce, self._reporter(client, answers)
+        records = self._records
         topics: dict[str, Topic | None] = {}
         stopped = self._stopped.keys
+        chosen: Route | None = None
+        # What is no larger than this fits into its topic whatever its key and headers.
+        plain = -1
         for index, event in enumerate(answers.batch):
             row, route = event
-            name = route.to
             if stopped and (row.tenant, row.ordering_key) in stopped:
-                answers.answer(index, _STOPPED)
+                self._hold(answers, index, _STOPPED)
                 continue
-            if name not in topics:
-                topics[name] = found = self._topics.find(client.producer, name, until)
-                if found is not None:
-                    self._clients.fit(found.max_bytes)
-                    client = self._clients.use(until) or client
-                    report = self._reporter(client, answers)
-                    produce = client.producer.produce
-            topic = topics[name]
-            if topic is None:
-                self._hold(answers, index, Outcome(Answer.WITHHELD, detail="the topic could not be looked up"))
-                continue
-            if topic.reason is not None:
-                self._hold(answers, index, Outcome(Answer.REFUSED, topic.reason, name))
-                continue
-            record = self._records.of(row)
-            if isinstance(record, Outcome):
-                self._hold(answers, index, record)
-                continue
-            if not self._compressed and (more := excess(record, row.payload, topic.max_bytes)):
-                self._hold(answers, index, Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, more))
-                continue
+            name = route.to
+            if route is not chosen:
+                if name not in topics:
+                    topics[name] = found = self._topics.find(client.producer, name, until)
+                    if found is not None:
+                        self._clients.fit(found.max_bytes)
+                        client = self._clients.use(until) or client
+                        send, report = client.producer.produce, self._reporter(client, answers)
+                topic = topics[name]
+                chosen, plain = route, -1 if topic is None else self._plain(topic)
+            payload = row.payload
+            record = records.of(row)
+            if len(payload) > plain or isinstance(record, Outcome):
+                record = self._checked(topics[name], name, record, payload)
+                if isinstance(record, Outcome):
+                    self._hold(answers, index, record)
+                    continue
             key, headers = record
             try:
-                produce(name, row.payload, key, on_delivery=partial(report, index), headers=headers)
+                send(name, payload, key, on_delivery=partial(report, index), headers=headers)
             except (BufferError, KafkaException) as error:
-                again = partial(produce, name, row.payload, key, on_delivery=partial(report, index), headers=headers)
+                again = partial(send, name, payload, key, on_delivery=partial(report, index), headers=headers)
                 if not self._squeeze(client, answers, index, again, error, until):
                     self._withhold(answers, index, "the local queue stayed full")
                     return
             if index % SERVE_EVERY == SERVE_EVERY - 1:
                 self._serve(0)
+
+    def _plain(self, topic: Topic) -> int:
+        """The size of a payload up to which nothing has to be weighed for this topic; -1 when nothing may go there."""
+        if topic.reason is not None:
+            return -1
+        if self._compressed or topic.max_bytes is None:
+            return sys.maxsize
+        return topic.max_bytes - KEY_AND_HEADERS_BYTES
+
+    def _checked(self, topic: Topic | None, name: str, record: Record | Outcome, payload: bytes) -> Record | Outcome:
+        """The record, or why it may not be sent there."""
+        if topic is None:
+            return Outcome(Answer.WITHHELD, detail="the topic could not be looked up")
+        if topic.reason is not None:
+            return Outcome(Answer.REFUSED, topic.reason, name)
+        if isinstance(record, Outcome) or self._compressed:
+            return record
+        if more := excess(record, payload, topic.max_bytes):
+            return Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, more)
+        return record
 
     def _squeeze(
         self,
@@ -295,6 +313,7 @@ class KafkaPublisher:
         def report(index: int, error: KafkaError | None, message: Message) -> None:
             try:
                 if error is None:
+                    # Crash here: [B3] stored by Kafka and not counted: sent again, same bytes, with what was sent with it.
                     confirm(index)
                 else:
                     self._failed(client, answers, index, error)
@@ -305,7 +324,6 @@ class KafkaPublisher:
 
     def _failed(self, client: Client, answers: Answers, index: int, error: KafkaError) -> None:
         event = answers.batch[index]
-        self._failures.note(key_of(event), answers.number, self._number)
         if error.fatal():
             self._clients.failed(client, error)
         self._hold(answers, index, self._judge(client, event, error))
@@ -330,9 +348,7 @@ class KafkaPublisher:
         )
 
     def _seal(self, answers: Answers, outcomes: list[Outcome]) -> None:
-        self._failures.mark(answers, outcomes)
         self._unresolved.pop(answers.number, None)
-        self._failures.forget(min(list(self._unresolved), default=self._number + 1))
 
     def _watch(self) -> None:
         """No answer is later than its deadline, also while the other thread waits for the broker's metadata."""

@@ -10,6 +10,7 @@ from typing import cast
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from fencepost.relay.kafka_refusals import Refusal, refusal, unusable
 from fencepost.schemas.errors import Unreachable
 
 LOGGER = logging.getLogger(__name__)
@@ -51,14 +52,21 @@ class Clients:
         self._retired: list[Client] = []
         self.current: Client | None = None
         self.last_error = ""
+        self._refusal: Refusal | None = None
 
     def open(self, deadline: float) -> None:
-        """Connects, or raises `Unreachable` before `deadline` (monotonic seconds)."""
-        client = self._make()
+        """Connects, or raises `Unreachable` before `deadline` (monotonic seconds), ConfigError for an unusable option."""
+        self._refusal = None
+        try:
+            client = self._make()
+        except KafkaException as error:
+            raise unusable(cast(KafkaError, error.args[0])) from None
         try:
             client.producer.list_topics(timeout=max(0.1, deadline - time.monotonic()))
         except KafkaException as error:
             client.producer.poll(0)
+            if (told := self._refusal) is not None:
+                raise Unreachable(told.message, address=self._bootstrap, field=told.field, hint=told.hint) from None
             code = cast(KafkaError, error.args[0])
             raise Unreachable(
                 f"Kafka does not answer: {self.last_error or code.name()}", address=self._bootstrap, field="bootstrap"
@@ -68,13 +76,18 @@ class Clients:
     def use(self, until: float) -> Client | None:
         """The client to use now, replaced when it is broken or made for other batches; None when that must wait.
 
-        Invariant: a client for other batches takes over only after its predecessor has nothing left to send, else two
-        events of one key could be on their way at once.
+        Invariant: a client takes over only after its predecessor has nothing left to send and every report was seen, else
+        two events of one key could be on their way at once, and the later one could arrive although the earlier one failed.
         """
         client = self.current
         if client is None or client.broken:
             if client is not None:
                 self._retire(client)
+                self.current = None
+            while self._retired:
+                if time.monotonic() >= until:
+                    return None
+                self._wait(WAIT_SECONDS)
             self.current = self._make()
             return self.current
         if client.batch_bytes == self._wanted():
@@ -105,13 +118,14 @@ class Clients:
         if self.current is not None:
             self.current.producer.poll(seconds)
         for retired in list(self._retired):
-            retired.producer.poll(0)
+            retired.producer.poll(seconds if self.current is None else 0)
             if not len(retired.producer):
                 self._retired.remove(retired)
 
     def failed(self, client: Client, error: KafkaError) -> None:
         """An error of a client, perhaps the last it will ever tell."""
         self.last_error = error.name()
+        self._refusal = refusal(error) or self._refusal
         if error.fatal() or error.code() == _FATAL:
             client.broken = True
 
@@ -130,7 +144,8 @@ class Clients:
         return Client(self._configuration, self._wanted(), self.failed)
 
     def _retire(self, client: Client) -> None:
-        """Crash here: K1, a fatal client error. What was on its way is unknown and is sent again by the caller."""
+        """Gives a client up after a fatal error: what was on its way is unknown, and the caller sends it again."""
         LOGGER.error("the Kafka producer failed for good (%s) and is replaced", self.last_error)
+        # Crash here: [B5] a dead producer still holds events: the slots' next owner sends them again, same bytes.
         client.producer.purge(blocking=False)
         self._retired.append(client)

@@ -29,24 +29,31 @@ class Records:
 
     def of(self, row: OutboxRow) -> Record | Outcome:
         """Key and headers, or the refusal of a row that can never become a record."""
+        (
+            _,
+            seq,
+            event_id,
+            tenant,
+            operation,
+            type_,
+            version,
+            epoch,
+            ordering_key,
+            digest,
+            time,
+            _,
+            extra,
+            payload,
+            ref,
+        ) = row
         try:
-            if not row.payload:
+            if not payload:
                 raise ValueError("an empty payload would be a tombstone")
+            attributes = cast(dict[str, str], json.loads(extra)) if extra else None
             headers = self._encode(
-                row.event_id,
-                row.type,
-                row.version,
-                row.tenant,
-                row.operation,
-                row.ordering_key,
-                row.epoch,
-                row.digest,
-                row.seq,
-                row.recorded_at,
-                cast(dict[str, str], json.loads(row.attributes)) if row.attributes else None,
-                row.reference,
+                event_id, type_, version, tenant, operation, ordering_key, epoch, digest, seq, time, attributes, ref
             )
-            return kafka_key(row.tenant, row.ordering_key), cast(Headers, headers)
+            return kafka_key(tenant, ordering_key), cast(Headers, headers)
         except (FencepostError, ValueError, TypeError, AttributeError) as error:
             return Outcome(Answer.REFUSED, ParkReason.UNDECODABLE, type(error).__name__)
 

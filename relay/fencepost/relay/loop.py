@@ -27,6 +27,7 @@ from psycopg import Connection
 from fencepost.relay import acks, parking
 from fencepost.relay.delivery import Delivery, Settled
 from fencepost.relay.destination import Destination, NoRoute
+from fencepost.relay.doorbell import DOZE_AFTER_SECONDS, Doorbell, Sleeper
 from fencepost.relay.pages import PageReader, Part, newest_tick
 from fencepost.relay.publisher import OutboxRow, Outcome, Outgoing, ParkReason, Route
 from fencepost.relay.slots import SlotLease, slot_count
@@ -81,6 +82,7 @@ class Counters:
     pages: int = 0
     acks: int = 0
     lost_slots: int = 0
+    overtaken: int = 0
     reasons: Counter[ParkReason] = field(default_factory=Counter[ParkReason])
     trouble: str = ""
 
@@ -98,8 +100,17 @@ class _Flight:
 class DestinationLoop:
     """Publishes the slots it leases; a crash at any point loses nothing and repeats at most what was not acked."""
 
-    def __init__(self, dsn: str, destination: Destination | NoRoute, *, pace: Pace, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        destination: Destination | NoRoute,
+        *,
+        pace: Pace,
+        stop: threading.Event,
+        bell: Doorbell | None = None,
+    ) -> None:
         self.destination = destination
+        self._sleeper = None if bell is None else Sleeper(bell)
         self.counters = Counters()
         # Monotonic time of the last step, whatever came of it: all that liveness looks at.
         self.progressed_at = time.monotonic()
@@ -188,6 +199,7 @@ class DestinationLoop:
                 self._reading = None
                 self._leaving = set()
                 # Also after an error of the broker: nobody should wait for a lease that is not used.
+                # Crash here: [D2] drained, and the slots are still ours: others take them once the lease has run out.
                 with contextlib.suppress(psycopg.Error, FencepostError):
                     self._lease.release(conn, list(self._lease.held))
                 self._lease.forget()
@@ -218,6 +230,8 @@ class DestinationLoop:
             if busy:
                 self._said = ""
                 pause = self._pace.poll_min
+                if self._sleeper is not None:
+                    self._sleeper.awake()
             elif self._flights or self._reading is not None:
                 # Events that commit meanwhile do not wait for these confirms.
                 self._await(pause)
@@ -228,9 +242,20 @@ class DestinationLoop:
                     if len(self._lease.held) == slots or time.monotonic() > others_until:
                         return
                     self._refresh_at = 0.0
-                self._stop.wait(pause)
-                pause = min(self._pace.poll_max, pause * 1.5)
+                rung = self._rest(conn, pause)
+                pause = self._pace.poll_min if rung else min(self._pace.poll_max, pause * 1.5)
         self._drain(conn)
+
+    def _rest(self, conn: Connection[Any], pause: float) -> bool:
+        """Nothing is to be done: waits, or with a doorbell sleeps until it rings (True), never past what is due."""
+        held = self._lease.held
+        if self._sleeper is None or not held or pause < min(DOZE_AFTER_SECONDS, self._pace.poll_max):
+            self._stop.wait(pause)
+            return False
+        due = self._refresh_at - time.monotonic()
+        if any(slot.keys for slot in held.values()):
+            due = min(due, RETRY_LOOK_SECONDS)
+        return self._sleeper.rest(conn, max(0.0, min(self._pace.poll_max, due)))
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
@@ -244,7 +269,11 @@ class DestinationLoop:
             self._leaving = set(surplus)
             if reading is not None and (self._reader is None or era != self._lease.era):
                 self._reader = PageReader(
-                    reading, self._lease.era, rows_per_slot=self._rows_per_slot(), rows_in_all=self._pace.batch
+                    reading,
+                    self._lease.era,
+                    rows_per_slot=self._rows_per_slot(),
+                    rows_in_all=self._pace.batch,
+                    payloads=self.destination.publishes,
                 )
             self._load_keys(conn)
             self.destination.reload(conn)
@@ -253,9 +282,10 @@ class DestinationLoop:
         """Gives surplus slots to others once nothing of them is under way."""
         if self._leaving and self._reading is None:
             under_way = {part.slot for flight in self._flights for part in flight.parts}
-            free = self._leaving - under_way
-            self._lease.release(conn, sorted(free))
-            self._leaving -= free
+            if free := self._leaving - under_way:
+                # Crash here: [S1] nothing of these slots is under way; others take them once our lease has run out.
+                self._lease.release(conn, sorted(free))
+                self._leaving -= free
 
     def _rows_per_slot(self) -> int:
         return max(1, min(500, self._pace.batch // max(1, len(self._lease.held))))
@@ -335,6 +365,7 @@ class DestinationLoop:
             self._record(conn, parts, Settled())
             return True
         assert self._reader is not None
+        # Crash here: [T2] a tick is taken, and nothing that ends at it was read: whoever owns the slots next reads it.
         self._reading = worker.submit(self._reader.read, wanted)
         return False
 
@@ -370,7 +401,9 @@ class DestinationLoop:
                     aside.append(parking.Parking(row, ParkReason.BEHIND))
                 else:
                     batch.append(Outgoing(row, route))
+        # Crash here: [B1] read and not sent: whoever owns the slots next reads it again.
         self._flights.append(_Flight(parts, batch, aside, self._delivery.send(batch)))
+        # Crash here: [B2] handed over, stored or not: the slots' next owner sends all of it again, same bytes.
         return True
 
     def _settle(self, conn: Connection[Any]) -> bool:
@@ -389,6 +422,7 @@ class DestinationLoop:
         batch = [item for flight in done for item in flight.batch]
         settled = self._delivery.deliver(batch, [o for found in outcomes for o in found], patience=self._patience)
         settled.parked += [p for flight in done for p in flight.aside]
+        # Crash here: [A1] confirmed and not recorded: the slots' next owner sends it again, same bytes.
         self._record(conn, [part for flight in done for part in flight.parts], settled)
         if settled.unresolved:
             self._unresolved()
@@ -415,6 +449,7 @@ class DestinationLoop:
 
     def _drain(self, conn: Connection[Any]) -> None:
         """Told to stop: what was sent is waited for and recorded, what was only read is left."""
+        # Crash here: [D1] told to stop: what was sent and not recorded is sent again, as after any other kill.
         until = time.monotonic() + self._pace.drain
         with contextlib.suppress(StaleSlot):
             while self._flights:
@@ -431,6 +466,15 @@ class DestinationLoop:
         self.counters.published += settled.published
         self.counters.resent += settled.resent
         self.counters.parked += recorded.parked
+        if recorded.overtaken:
+            self.counters.overtaken += recorded.overtaken
+            name = self.destination.name
+            log.warning(
+                "destination %s: %s events were overtaken by later ones of their keys",
+                name,
+                recorded.overtaken,
+                extra={"destination": name},
+            )
         self.counters.reasons.update(recorded.reasons)
 
     # -- parked events -----------------------------------------------------------------------------------------------
@@ -452,6 +496,7 @@ class DestinationLoop:
         refused |= {row.seq: (ParkReason.NO_ROUTE, "") for row, route in routed if route is None}
         known = [item for item in items if item.row.seq in settled.confirmed or item.row.seq in refused]
         for item in known:
+            # Crash here: [Q1] published and still parked: the slot's next owner sends it again, same bytes.
             generation = self._lease.generation(item.row.slot)
             if generation is None:
                 continue

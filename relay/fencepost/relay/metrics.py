@@ -32,6 +32,7 @@ class RelayMetrics(Collector):
         resent = _counter("resent", "Sends of events that had no definite answer before.")
         acks = _counter("acks", "Acks that recorded progress.")
         lost = _counter("lost_slots", "Times that another relay had taken over slots of this one.")
+        overtaken = _counter("overtaken", "Events that a later one of their key overtook, or may have, on its way.")
         parked = CounterMetricFamily(
             f"{PREFIX}parked", "Events set aside, by typed reason.", labels=(*BY_DESTINATION, "reason")
         )
@@ -44,6 +45,7 @@ class RelayMetrics(Collector):
             resent.add_metric(name, counters.resent)
             acks.add_metric(name, counters.acks)
             lost.add_metric(name, counters.lost_slots)
+            overtaken.add_metric(name, counters.overtaken)
             for reason in ParkReason:
                 parked.add_metric([*name, reason.value], counters.reasons[reason])
             held.add_metric(name, loop.slots_held)
@@ -52,7 +54,7 @@ class RelayMetrics(Collector):
             if age is not None:
                 oldest.add_metric(name, age)
         ready = GaugeMetricFamily(f"{PREFIX}ready", "1 while /readyz says so.", value=float(self._watch.report().ready))
-        yield from (published, parked, resent, acks, lost, held, oldest, in_flight, ready)
+        yield from (published, parked, resent, acks, lost, overtaken, held, oldest, in_flight, ready)
 
 
 def exposition(metrics: RelayMetrics) -> Callable[[], tuple[str, bytes]]:

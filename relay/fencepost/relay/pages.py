@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, LiteralString, cast
 
@@ -31,30 +32,37 @@ SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', '
 # Which slots have late rows, and where they begin: most pages have none, and then nothing below the hint is touched.
 LATE_FROM: LiteralString = "SELECT slot, first_seq FROM fencepost.late_rows(%(era)s, %(start)s, %(end)s)"
 
-# The window keeps a slot's share of memory bounded: payload lengths are known without reading the payloads.
+# Payloads of more than a row's part of the memory stay behind: their length is known without reading them.
 LATE: LiteralString = """
 SELECT r.slot, r.seq, r.event_id::text, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
-       r.content_type, r.attributes::text, r.payload, r.reference
+       r.content_type, r.attributes::text,
+       CASE WHEN NOT %(payloads)s THEN '' WHEN octet_length(r.payload) <= %(small)s THEN r.payload END, r.reference
 FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
 CROSS JOIN LATERAL (
-    SELECT l.*, sum(octet_length(l.payload)) OVER (ORDER BY l.seq) AS total
-    FROM (SELECT o.* FROM fencepost.outbox AS o
-          WHERE o.slot = p.slot AND o.seq > p.position AND o.seq <= %(hint)s::bigint
-            AND (o.xid = ANY (%(open)s::xid8[]) OR o.xid >= %(ceiling)s::xid8 AND o.xid < %(next)s::xid8)
-            AND pg_visible_in_snapshot(o.xid, %(end_snap)s::pg_snapshot)
-          ORDER BY o.seq LIMIT %(rows)s) AS l) AS r
-WHERE r.total - octet_length(r.payload) < %(bytes)s"""
+    SELECT o.* FROM fencepost.outbox AS o
+    WHERE o.slot = p.slot AND o.seq > p.position AND o.seq <= %(hint)s::bigint
+      AND (o.xid = ANY (%(open)s::xid8[]) OR o.xid >= %(ceiling)s::xid8 AND o.xid < %(next)s::xid8)
+      AND pg_visible_in_snapshot(o.xid, %(end_snap)s::pg_snapshot)
+    ORDER BY o.seq LIMIT %(rows)s) AS r"""
 MAIN: LiteralString = """
 SELECT r.slot, r.seq, r.event_id::text, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
-       r.content_type, r.attributes::text, r.payload, r.reference
+       r.content_type, r.attributes::text,
+       CASE WHEN NOT %(payloads)s THEN '' WHEN octet_length(r.payload) <= %(small)s THEN r.payload END, r.reference
 FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
 CROSS JOIN LATERAL (
-    SELECT m.*, sum(octet_length(m.payload)) OVER (ORDER BY m.seq) AS total
-    FROM (SELECT o.* FROM fencepost.outbox AS o
-          WHERE o.slot = p.slot AND o.seq > greatest(p.position, %(hint)s::bigint) AND o.seq <= %(end_hint)s::bigint
-            AND pg_visible_in_snapshot(o.xid, %(end_snap)s::pg_snapshot)
-          ORDER BY o.seq LIMIT %(rows)s) AS m) AS r
-WHERE r.total - octet_length(r.payload) < %(bytes)s"""
+    SELECT o.* FROM fencepost.outbox AS o
+    WHERE o.slot = p.slot AND o.seq > greatest(p.position, %(hint)s::bigint) AND o.seq <= %(end_hint)s::bigint
+      AND pg_visible_in_snapshot(o.xid, %(end_snap)s::pg_snapshot)
+    ORDER BY o.seq LIMIT %(rows)s) AS r"""
+
+# What stayed behind, as much as fits into a slot's share of the memory, and at least one.
+LARGE: LiteralString = """
+SELECT l.slot, l.seq, l.payload
+FROM (SELECT o.slot, o.seq, o.payload, sum(octet_length(o.payload)) OVER (PARTITION BY o.slot ORDER BY o.seq) AS total
+      FROM unnest(%(slots)s::integer[], %(seqs)s::bigint[]) AS w (slot, seq)
+      CROSS JOIN LATERAL (SELECT p.slot, p.seq, p.payload FROM fencepost.outbox AS p
+                          WHERE p.slot = w.slot AND p.seq = w.seq) AS o) AS l
+WHERE l.total - octet_length(l.payload) < %(bytes)s"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,8 @@ class Part:
 class PageReader:
     """Reads the parts of pages; holds no transaction while the caller publishes.
 
-    `rows_per_slot` is read of every slot; where few slots had so many, those get more, up to about `rows_in_all`.
+    `rows_per_slot` is read of every slot; where few slots had so many, those get more, up to about `rows_in_all`. Without
+    `payloads` they stay in the database, empty in the rows and not counted.
     """
 
     def __init__(
@@ -131,12 +140,14 @@ class PageReader:
         rows_per_slot: int = 500,
         rows_in_all: int = 0,
         bytes_in_all: int = 16 << 20,
+        payloads: bool = True,
     ) -> None:
         self._conn = conn
         self._era = era
         self._least = rows_per_slot
         self._most = rows_in_all
         self._rows = rows_per_slot
+        self._payloads = payloads
         self._bytes = bytes_in_all
         self._ticks: dict[int, Tick] = {}
         self._late: dict[tuple[int, int], dict[int, int]] = {}
@@ -163,12 +174,11 @@ class PageReader:
         main = {s: wanted[s][1].position for s in slots}
         # A slot whose position has passed the hint has no late rows left.
         early = {s: max(main[s], late[s] - 1) for s in slots if s in late and main[s] < start.hint}
-        for slot, rows in self._fetch(LATE, start, end, early, share) if early else ():
+        for slot, rows, _ in self._fetch(LATE, start, end, early, share) if early else ():
             if rows:
                 del main[slot]
                 parts.append(Part.of(slot, *wanted[slot], rows, last=False))
-        for slot, rows in self._fetch(MAIN, start, end, main, share) if main else ():
-            cut = len(rows) >= self._rows or sum(map(len, map(_PAYLOAD, rows))) >= share
+        for slot, rows, cut in self._fetch(MAIN, start, end, main, share) if main else ():
             parts.append(Part.of(slot, *wanted[slot], rows, last=not cut))
         return parts
 
@@ -182,7 +192,55 @@ class PageReader:
 
     def _fetch(
         self, statement: LiteralString, start: Tick, end: Tick, positions: Mapping[int, int], share: int
-    ) -> Iterable[tuple[int, tuple[OutboxRow, ...]]]:
+    ) -> Iterable[tuple[int, tuple[OutboxRow, ...], bool]]:
+        """Each slot's next rows, and whether there may be more."""
+        read = self._query(
+            statement,
+            {
+                "slots": list(positions),
+                "positions": list(positions.values()),
+                "hint": start.hint,
+                "open": start.open,
+                "ceiling": start.ceiling,
+                "next": start.next,
+                "end_hint": end.hint,
+                "end_snap": end.snap,
+                "rows": self._rows,
+                "small": share // self._rows,
+                "payloads": self._payloads,
+            },
+        )
+        found: dict[int, list[OutboxRow]] = {s: [] for s in positions}
+        for slot, rows in groupby(map(_ROW, read), _SLOT):
+            found[slot].extend(rows)
+        full: set[int] = set()
+        for slot, of_slot in found.items():
+            of_slot.sort(key=_SEQ)
+            if len(of_slot) >= self._rows:
+                full.add(slot)
+        if any(None in map(_PAYLOAD, of_slot) for of_slot in found.values()):
+            full |= self._fill(found, share)
+        return [(slot, tuple(of_slot), slot in full) for slot, of_slot in found.items()]
+
+    def _fill(self, found: Mapping[int, list[OutboxRow]], share: int) -> set[int]:
+        """Adds the large payloads, and ends a slot's rows where its share of the memory does; returns the slots cut."""
+        behind = [row for rows in found.values() for row in rows if row.payload is None]  # pyright: ignore[reportUnnecessaryComparison]
+        wanted = {"slots": [row.slot for row in behind], "seqs": [row.seq for row in behind], "bytes": share}
+        large = {(slot, seq): payload for slot, seq, payload in self._query(LARGE, wanted)}
+        cut: set[int] = set()
+        for slot, rows in found.items():
+            total = 0
+            for index, row in enumerate(rows):
+                payload: bytes | None = large.get((slot, row.seq), row.payload)
+                if payload is None or total >= share:
+                    del rows[index:]
+                    cut.add(slot)
+                    break
+                rows[index] = row._replace(payload=payload)
+                total += len(payload)
+        return cut
+
+    def _query(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[tuple[Any, ...]]:
         # One round trip: the plan settings end with the transaction, so a pooler never passes them on.
         with (
             self._conn.pipeline(),
@@ -191,28 +249,7 @@ class PageReader:
             self._conn.cursor(binary=True) as cursor,
         ):
             settings.execute(IN_ORDER)
-            cursor.execute(
-                statement,
-                {
-                    "slots": list(positions),
-                    "positions": list(positions.values()),
-                    "hint": start.hint,
-                    "open": start.open,
-                    "ceiling": start.ceiling,
-                    "next": start.next,
-                    "end_hint": end.hint,
-                    "end_snap": end.snap,
-                    "rows": self._rows,
-                    "bytes": share,
-                },
-            )
-            rows = cursor.fetchall()
-        found: dict[int, list[OutboxRow]] = {s: [] for s in positions}
-        for row in map(_ROW, rows):
-            found[row[0]].append(row)
-        for of_slot in found.values():
-            of_slot.sort(key=_SEQ)
-        return [(slot, tuple(of_slot)) for slot, of_slot in found.items()]
+            return cursor.execute(statement, parameters).fetchall()
 
     def _load(self, numbers: set[int]) -> None:
         for n in [n for n in self._ticks if n not in numbers]:
@@ -237,5 +274,6 @@ def newest_tick(conn: Connection[Any], min_seconds: float) -> tuple[int, int]:
 
 # Rows by the hundred thousand: these run without a Python frame for each. The columns are those of OutboxRow, in order.
 _ROW = cast(Callable[[tuple[Any, ...]], OutboxRow], partial(tuple.__new__, OutboxRow))  # pyright: ignore[reportUnknownMemberType]
+_SLOT: Callable[[OutboxRow], int] = itemgetter(0)
 _SEQ: Callable[[OutboxRow], int] = itemgetter(1)
-_PAYLOAD: Callable[[OutboxRow], bytes] = itemgetter(OutboxRow._fields.index("payload"))
+_PAYLOAD: Callable[[OutboxRow], bytes | None] = itemgetter(OutboxRow._fields.index("payload"))

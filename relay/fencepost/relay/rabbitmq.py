@@ -21,6 +21,7 @@ from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
 from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place, Route
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
+from fencepost.relay.rabbitmq_refusals import unreachable
 from fencepost.schemas import amqp_binding
 from fencepost.schemas.envelope import CONTENT_TYPE
 from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
@@ -105,9 +106,7 @@ class RabbitPublisher:
         except (*BROKEN, ValueError) as error:
             connecting.cancel()
             self._leave()
-            raise Unreachable(
-                f"RabbitMQ does not answer: {type(error).__name__}", address=self._url, field="url"
-            ) from None
+            raise unreachable(error, self._url) from None
         self._accepting = True
 
     def declare(self, routes: Sequence[Route], deadline: float) -> None:
@@ -163,9 +162,7 @@ class RabbitPublisher:
             return asking.result(timeout=max(0.0, deadline - time.monotonic()))
         except BROKEN as error:
             asking.cancel()
-            raise Unreachable(
-                f"RabbitMQ does not answer: {type(error).__name__}", address=self._url, field="url"
-            ) from None
+            raise unreachable(error, self._url) from None
 
     def close(self, deadline: float) -> None:
         """Wait for confirms until `deadline`, then leave, in at most a few seconds; the rest becomes unknown."""
@@ -214,7 +211,7 @@ class RabbitPublisher:
         for index, event in enumerate(answers.batch):
             key = key_of(event)
             if key in self._stopped.keys:
-                answers.answer(index, _NOT_SENT)
+                self._withhold(key, answers, index)
                 continue
             queue = self._waiting.get(key)
             if queue is None:
@@ -245,12 +242,16 @@ class RabbitPublisher:
             if outcome.answer is not Answer.CONFIRMED:
                 self._stopped.stop(key, answers)
                 for later, position in queue:
-                    later.answer(position, _NOT_SENT)
+                    self._withhold(key, later, position)
                 queue.clear()
             if queue:
                 self._ready.append(key)
             else:
                 del self._waiting[key]
+
+    def _withhold(self, key: Key, answers: Answers, index: int) -> None:
+        self._stopped.stop(key, answers)
+        answers.answer(index, _NOT_SENT)
 
     async def _publish(self, answers: Answers, index: int) -> Outcome:
         event = answers.batch[index]
@@ -311,6 +312,7 @@ class RabbitPublisher:
         finally:
             line.in_flight -= 1
         if isinstance(result, spec.Basic.Ack):
+            # Crash here: [B4] stored by RabbitMQ and not counted: sent again, same bytes, with what was sent with it.
             return CONFIRMED
         return Outcome(Answer.UNKNOWN, detail=type(result).__name__)
 

@@ -181,7 +181,7 @@ class Watch:
     # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        conn: Punctual | None = None
+        conn: Punctual[Any] | None = None
         while not self._ended.is_set():
             try:
                 if conn is None or conn.closed:
@@ -200,7 +200,7 @@ class Watch:
         if conn is not None:
             conn.close()
 
-    def _look(self, conn: Punctual) -> DatabaseState:
+    def _look(self, conn: Punctual[Any]) -> DatabaseState:
         row = conn.execute(ARMED).fetchone()
         self._oldest = (oldest(conn), time.monotonic())
         return DatabaseState.READY if row is not None and row[0] is True else DatabaseState.DISARMED

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
+
 from fencepost.relay.destination import Destination, NoRoute
+from fencepost.relay.doorbell import Doorbell
 from fencepost.relay.health import STALLED_SECONDS, HealthAddress, HealthServer, answering
 from fencepost.relay.loop import DestinationLoop, Pace
 from fencepost.relay.readiness import LOOK_SECONDS, Watch
@@ -32,13 +36,24 @@ class Summary:
     acks: int
 
 
+def settle_memory() -> None:
+    """Makes the garbage collector's pauses rare in a process that is a relay and nothing else; called once, after imports.
+
+    Events are thousands of containers a second and none of them is in a cycle, so reference counts free them; what was
+    imported is never looked at again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 class Relay:
     """Publishes what is committed, in order per key, and records it afterwards; loses nothing at any crash.
 
     `state` is the folder of the file witness where this process should keep it (heartbeat, re-arming after a plain
-    restart); without it some other process must. `health` serves `/livez`, `/readyz` and `/metrics` while it runs;
+    restart); without it, or for a login without the role armer, some other process must. `health` serves `/livez`, `/readyz` and `/metrics` while it runs;
     `look` (seconds) is how often readiness is looked at, `stalled` after which time without a step a loop is not alive;
-    without `health_required` an address that is taken is told and lived with.
+    without `health_required` an address that is taken is told and lived with. `doorbell`: sleep until rung, see `doorbell`.
     """
 
     def __init__(
@@ -52,6 +67,7 @@ class Relay:
         look: float = LOOK_SECONDS,
         stalled: float = STALLED_SECONDS,
         health_required: bool = True,
+        doorbell: bool = False,
     ) -> None:
         if not destinations:
             raise ConfigError(
@@ -65,7 +81,13 @@ class Relay:
         for destination in self._destinations:
             destination.served_with = tuple(d for d in self._destinations if d is not destination)
         served: list[Destination | NoRoute] = [*self._destinations, NoRoute()]
-        self.loops = [DestinationLoop(dsn, d, pace=self._pace, stop=self._stop) for d in served]
+        self._bell = Doorbell(dsn, answer=self._pace.answer) if doorbell else None
+        self.loops = [
+            DestinationLoop(
+                dsn, d, pace=self._pace, stop=self._stop, bell=None if isinstance(d, NoRoute) else self._bell
+            )
+            for d in served
+        ]
         self._failure: BaseException | None = None
         self._watch = Watch(dsn, self.loops, self._stop, look=look)
         answer = answering(self._watch, _metrics(self.loops, self._watch), stalled=stalled)
@@ -90,6 +112,8 @@ class Relay:
         keeper = self._keeper()
         recycler = Recycler(self._dsn, seconds=self._pace.recycle)
         recycler.start()
+        if self._bell is not None:
+            self._bell.start()
         threads = [
             threading.Thread(target=self._guarded, args=(loop,), name=f"relay-{loop.destination.name}", daemon=True)
             for loop in self.loops
@@ -97,8 +121,11 @@ class Relay:
         for thread in threads:
             thread.start()
         try:
-            while not self._stop.wait(0.2) and any(thread.is_alive() for thread in threads):
-                pass
+            # Invariant: this thread never waits for the event, whose lock it would hold when a signal's handler sets it.
+            while not self._stop.is_set() and any(thread.is_alive() for thread in threads):
+                time.sleep(0.2)
+            if self._bell is not None:
+                self._bell.wake()
             until = time.monotonic() + self._pace.drain + self._pace.confirm
             for thread in threads:
                 thread.join(max(0.0, until - time.monotonic()))
@@ -106,6 +133,8 @@ class Relay:
             self._stop.set()
             self._close()
             recycler.stop()
+            if self._bell is not None:
+                self._bell.stop()
             if keeper is not None:
                 keeper.stop()
         if self._failure is not None:
@@ -142,7 +171,8 @@ class Relay:
         What could only be sent again later (a parked event whose retry is not due) stays parked.
         """
         if self._state is not None:
-            arming.ensure_armed(self._dsn, self._state)
+            with suppress(psycopg.errors.InsufficientPrivilege):
+                arming.ensure_armed(self._dsn, self._state)
         try:
             for loop in self.loops:
                 loop.run(once=True)
@@ -167,8 +197,12 @@ class Relay:
             arming.ensure_armed(self._dsn, self._state)
         except (WitnessMismatch, NotArmed, ConfigError) as error:
             log.error("%s", arming.explain(error))
-        except Unreachable as error:
-            log.warning("%s", error)
+        except psycopg.errors.InsufficientPrivilege:
+            log.info("this login keeps no witness; grant it the role armer, or let another process do it")
+            return None
+        except (Unreachable, psycopg.OperationalError) as error:
+            # The keeper tries again, and so do the loops.
+            log.warning("%s", error if isinstance(error, Unreachable) else type(error).__name__)
         keeper = Keeper(self._dsn, self._state)
         keeper.start()
         return keeper

@@ -12,12 +12,16 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import Row
 
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 CONNECT_TIMEOUT_SECONDS = 5
 CANCEL_SECONDS = 1.0
 VERIFIED = "verify-full"
+
+ANSWER_SECONDS = 30.0
+"""How long a statement of our own may take where nothing else is said."""
 
 Value = TypeVar("Value")
 
@@ -100,7 +104,7 @@ class NoAnswer(psycopg.OperationalError):
     """The server kept silent past our own deadline and the connection was closed; the outcome is as unknown as a cut's."""
 
 
-class Punctual(Connection[tuple[Any, ...]]):
+class Punctual(Connection[Row]):
     """A connection whose every exchange with the server ends within `answer_within` seconds, if that is set.
 
     Invariant: a peer that acknowledges every packet and answers nothing is left like one that is gone.
@@ -112,30 +116,57 @@ class Punctual(Connection[tuple[Any, ...]]):
         """As in psycopg; raises `NoAnswer` at the deadline, after asking the server to cancel."""
         if self.answer_within is None:
             return super().wait(gen, *arguments, **options)
-        return super().wait(self._within(gen, self.answer_within), *arguments, **options)
-
-    def _within(self, gen: Generator[Any, Any, Value], seconds: float) -> Generator[Any, Any, Value]:
-        # psycopg resumes the generator several times a second, also when the socket has nothing.
-        until = time.monotonic() + seconds
         try:
-            wanted = next(gen)
-            while True:
-                ready = yield wanted
-                wanted = gen.send(ready)
-                if time.monotonic() >= until:
-                    break
-        except StopIteration as done:
-            found: Value = done.value
-            return found
-        # What waits for a lock there would go on waiting; only a libpq that can give up asking is trusted with that.
-        if psycopg.capabilities.has_cancel_safe():
-            with contextlib.suppress(psycopg.Error):
-                self.cancel_safe(timeout=CANCEL_SECONDS)
-        self.close()
-        raise NoAnswer(f"PostgreSQL did not answer within {seconds:g} s")
+            return super().wait(_within(gen, self.answer_within), *arguments, **options)
+        except _Late:
+            # What waits for a lock there would go on waiting; only a libpq that can give up asking is trusted with that.
+            if psycopg.capabilities.has_cancel_safe():
+                with contextlib.suppress(psycopg.Error):
+                    self.cancel_safe(timeout=CANCEL_SECONDS)
+            super().close()
+            raise NoAnswer(f"PostgreSQL did not answer within {self.answer_within:g} s") from None
 
 
-def connect(dsn: str, *, autocommit: bool = False, answer_within: float | None = None) -> Punctual:
+class AsyncPunctual(AsyncConnection[Row]):
+    """As `Punctual`, for asyncio."""
+
+    answer_within: float | None = None
+
+    async def wait(self, gen: Generator[Any, Any, Value], *arguments: Any, **options: Any) -> Value:
+        """As in psycopg; raises `NoAnswer` at the deadline, after asking the server to cancel."""
+        if self.answer_within is None:
+            return await super().wait(gen, *arguments, **options)
+        try:
+            return await super().wait(_within(gen, self.answer_within), *arguments, **options)
+        except _Late:
+            if psycopg.capabilities.has_cancel_safe():
+                with contextlib.suppress(psycopg.Error):
+                    await self.cancel_safe(timeout=CANCEL_SECONDS)
+            await super().close()
+            raise NoAnswer(f"PostgreSQL did not answer within {self.answer_within:g} s") from None
+
+
+class _Late(Exception):
+    """The deadline of one exchange has passed."""
+
+
+def _within(gen: Generator[Any, Any, Value], seconds: float) -> Generator[Any, Any, Value]:
+    # psycopg resumes the generator several times a second, also when the socket has nothing.
+    until = time.monotonic() + seconds
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            wanted = gen.send(ready)
+            if time.monotonic() >= until:
+                break
+    except StopIteration as done:
+        found: Value = done.value
+        return found
+    raise _Late
+
+
+def connect(dsn: str, *, autocommit: bool = False, answer_within: float | None = None) -> Punctual[tuple[Any, ...]]:
     """A connection, or `Unreachable` with the address (no password) within `connect_timeout` seconds (default 5).
 
     `answer_within` (seconds) bounds every later exchange: `NoAnswer`, an OperationalError, and the connection is closed.
@@ -149,19 +180,24 @@ def connect(dsn: str, *, autocommit: bool = False, answer_within: float | None =
     return made
 
 
-async def connect_async(dsn: str, *, autocommit: bool = False) -> AsyncConnection[tuple[Any, ...]]:
+async def connect_async(
+    dsn: str, *, autocommit: bool = False, answer_within: float | None = None
+) -> AsyncPunctual[tuple[Any, ...]]:
     """As `connect`, for asyncio."""
     try:
-        return await AsyncConnection.connect(dsn, autocommit=autocommit, **_kwargs(dsn))
+        made = await AsyncPunctual.connect(dsn, autocommit=autocommit, **_kwargs(dsn))
     except psycopg.OperationalError as error:
         raise _unreachable(dsn, error) from None
+    made.answer_within = answer_within
+    return made
 
 
 def _unreachable(dsn: str, error: psycopg.OperationalError) -> Unreachable:
-    reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    return Unreachable(
-        f"PostgreSQL did not answer: {reason[0].strip()}",
-        address=address(dsn),
-        field="database",
-        hint="check that the server runs and that the address is right",
-    )
+    said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    message, hint = f"PostgreSQL did not answer: {said}", "check that the server runs and that the address is right"
+    if "authentication failed" in said:
+        message, hint = "PostgreSQL refuses the login", "correct user and password"
+    elif "certificate" in said:
+        message = f"the server that answers for PostgreSQL is not verified: {said}"
+        hint = "sslrootcert must hold the authority of its certificate, and host must be a name in it"
+    return Unreachable(message, address=address(dsn), field="database", hint=hint)

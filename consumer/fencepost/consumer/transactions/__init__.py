@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar, get_origin, get_type_hints
 from psycopg import AsyncConnection, Connection
 from psycopg.pq import TransactionStatus
 
-from fencepost.consumer.connections import AsyncPool, Pool
+from fencepost.consumer.connections import ANSWER_SECONDS, AsyncPool, Pool
 from fencepost.schemas.errors import CommitWasRollback, ConfigError, WrongTransaction
 from fencepost.schemas.transaction import AsyncTransaction, Transaction, instance_of
 
@@ -115,26 +115,34 @@ Database = str | Transaction | Pool | Connects | Makes | Transactions
 AsyncDatabase = str | AsyncTransaction | AsyncPool | AsyncConnects | AsyncMakes | AsyncTransactions
 
 
-def transactions_of(database: Database, handler: Callable[..., object], limit: int = 1) -> Transactions:
+def transactions_of(
+    database: Database, handler: Callable[..., object], limit: int = 1, *, answer_within: float = ANSWER_SECONDS
+) -> Transactions:
     """The transactions of this database for this handler; ConfigError (``database``) where the two do not fit.
 
-    ``limit`` bounds the connections that are opened from a connection string; a pool or engine has its own limit.
+    ``limit`` bounds the connections that are opened from a connection string, ``answer_within`` seconds each exchange on
+    them; a connection, pool or engine that was given has limits of its own.
     """
-    return _fitting(_transactions(database, limit), handler)
+    return _fitting(_transactions(database, limit, answer_within), handler)
 
 
-def async_transactions_of(database: AsyncDatabase, handler: Callable[..., object], limit: int = 1) -> AsyncTransactions:
+def async_transactions_of(
+    database: AsyncDatabase, handler: Callable[..., object], limit: int = 1, *, answer_within: float = ANSWER_SECONDS
+) -> AsyncTransactions:
     """As `transactions_of`, for asyncio."""
-    return _fitting(_async_transactions(database, limit), handler)
+    return _fitting(_async_transactions(database, limit, answer_within), handler)
 
 
 @contextmanager
-def opened(database: Database, handler: Callable[..., object]) -> Generator[Transactions]:
-    """The same for one delivery: what a connection string opened is closed again, all else is left open."""
+def opened(database: Database, handler: Callable[..., object], wait_seconds: float) -> Generator[Transactions]:
+    """The same for one delivery: what a connection string opened is closed again, all else is left open.
+
+    ``wait_seconds`` for another copy come on top of the time in which the database has to answer.
+    """
     if isinstance(database, Transactions):
         yield database
         return
-    made = transactions_of(database, handler)
+    made = transactions_of(database, handler, answer_within=ANSWER_SECONDS + wait_seconds)
     try:
         yield made
     finally:
@@ -143,12 +151,14 @@ def opened(database: Database, handler: Callable[..., object]) -> Generator[Tran
 
 
 @asynccontextmanager
-async def opened_async(database: AsyncDatabase, handler: Callable[..., object]) -> AsyncGenerator[AsyncTransactions]:
+async def opened_async(
+    database: AsyncDatabase, handler: Callable[..., object], wait_seconds: float
+) -> AsyncGenerator[AsyncTransactions]:
     """As `opened`, for asyncio."""
     if isinstance(database, AsyncTransactions):
         yield database
         return
-    made = async_transactions_of(database, handler)
+    made = async_transactions_of(database, handler, answer_within=ANSWER_SECONDS + wait_seconds)
     try:
         yield made
     finally:
@@ -184,7 +194,7 @@ def unusable(refused: WrongTransaction) -> ConfigError:
     return ConfigError(refused.message, field="database", hint=refused.hint)
 
 
-def _transactions(database: Database, limit: int) -> Transactions:
+def _transactions(database: Database, limit: int, answer_within: float) -> Transactions:
     given: Any = database
     if isinstance(database, Transactions):
         return database
@@ -201,11 +211,11 @@ def _transactions(database: Database, limit: int) -> Transactions:
     if isinstance(database, str | Connection) or _is_pool(given):
         from fencepost.consumer.transactions.psycopg import PsycopgTransactions
 
-        return PsycopgTransactions(given, limit)
+        return PsycopgTransactions(given, limit, answer_within)
     raise _no_database(database, "a connection string, connection or pool of psycopg, an Engine, a sessionmaker")
 
 
-def _async_transactions(database: AsyncDatabase, limit: int) -> AsyncTransactions:
+def _async_transactions(database: AsyncDatabase, limit: int, answer_within: float) -> AsyncTransactions:
     given: Any = database
     if isinstance(database, AsyncTransactions):
         return database
@@ -216,7 +226,7 @@ def _async_transactions(database: AsyncDatabase, limit: int) -> AsyncTransaction
     if isinstance(database, str | AsyncConnection) or _is_pool(given):
         from fencepost.consumer.transactions.psycopg import AsyncPsycopgTransactions
 
-        return AsyncPsycopgTransactions(given, limit)
+        return AsyncPsycopgTransactions(given, limit, answer_within)
     raise _no_database(
         database,
         "a connection string, AsyncConnection or asyncio pool of psycopg, an AsyncEngine, an async_sessionmaker",

@@ -22,8 +22,10 @@ class PsycopgTransactions(Transactions):
 
     lends = Connection
 
-    def __init__(self, database: str | Connection[Any] | Pool, limit: int = 1) -> None:
-        self._own = Connections(database, limit=limit) if isinstance(database, str) else None
+    def __init__(self, database: str | Connection[Any] | Pool, limit: int, answer_within: float) -> None:
+        self._own: Connections | None = None
+        if isinstance(database, str):
+            self._own = Connections(database, limit=limit, answer_within=answer_within)
         self._source: Connection[Any] | Pool = self._own or database  # type: ignore[assignment]
         self.renews = not isinstance(database, Connection)
 
@@ -45,8 +47,10 @@ class AsyncPsycopgTransactions(AsyncTransactions):
 
     lends = AsyncConnection
 
-    def __init__(self, database: str | AsyncConnection[Any] | AsyncPool, limit: int = 1) -> None:
-        self._own = AsyncConnections(database, limit=limit) if isinstance(database, str) else None
+    def __init__(self, database: str | AsyncConnection[Any] | AsyncPool, limit: int, answer_within: float) -> None:
+        self._own: AsyncConnections | None = None
+        if isinstance(database, str):
+            self._own = AsyncConnections(database, limit=limit, answer_within=answer_within)
         self._source: AsyncConnection[Any] | AsyncPool = self._own or database  # type: ignore[assignment]
         self.renews = not isinstance(database, AsyncConnection)
 

@@ -510,6 +510,34 @@ CREATE INDEX parked_event_id ON fencepost.parked (event_id);
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0006_recycling.sql', '6892263e2f0be66926c7cbe66474b65f8cc656227721dc4a25e9de6e4f27a705');
 
+-- 0007_overtaken.sql
+-- Events that a later one of their key overtook on its way to a broker: where order broke, or may have, it is said.
+
+-- Invariant: written in the commit that records the later one's confirm; kept for the replay window.
+CREATE TABLE fencepost.overtaken (
+    destination  text NOT NULL REFERENCES fencepost.destination,
+    seq          bigint NOT NULL,
+    overtaken_by bigint NOT NULL CHECK (overtaken_by <> seq),
+    tenant       text NOT NULL,
+    ordering_key text NOT NULL,
+    operation    text NOT NULL,
+    type         text NOT NULL,
+    at           timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (destination, seq)
+);
+CREATE INDEX overtaken_at ON fencepost.overtaken (at);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0007_overtaken.sql', 'd0d16b49d0c1f98c2f4c6ffdbb0a923aadcede02d474180a6aa550b89840a948');
+
+-- 0008_doorbell.sql
+-- The doorbell: until when (microseconds since 1970) some relay sleeps and wants to be rung; nothing or the past: nobody.
+-- Invariant: a sequence, since its value is seen at once and by every snapshot, also one taken before the relay fell asleep.
+CREATE SEQUENCE fencepost.doorbell MINVALUE 0 START WITH 0;
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0008_doorbell.sql', '48a885bd556cd6342074048ff97ad47950aecddf25a1b4e0758ef834caadb545');
+
 SET check_function_bodies = off;
 
 -- authority/arm.sql
@@ -730,6 +758,11 @@ CREATE OR REPLACE VIEW fencepost.status AS
     UNION ALL
     SELECT 'event', 'parked', p.tenant, p.type, p.reason, count(*), min(p.parked_at), max(p.attempts)
     FROM fencepost.parked AS p GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT 'event', 'overtaken', g.tenant, g.type, g.destination, count(*), min(g.at), 0
+    FROM fencepost.overtaken AS g
+    WHERE g.at >= clock_timestamp() - (SELECT i.replay_window FROM fencepost.installation AS i)
+    GROUP BY 1, 2, 3, 4, 5
     UNION ALL
     SELECT 'delivery', 'dead_letter', coalesce(d.tenant, ''), d.consumer, d.reason, count(*), min(d.created_at), max(d.attempts)
     FROM fencepost.dead_letter AS d GROUP BY 1, 2, 3, 4, 5
@@ -1790,20 +1823,25 @@ BEGIN
         v_epoch, p_ordering_key,
         fencepost.digest(p_tenant, p_operation, p_type, p_version, v_epoch, p_binding), v_now, p_content_type,
         p_attributes, CASE WHEN p_binding LIKE 'ref:%' THEN p_binding END, p_payload);
+    -- Rings only while a relay sleeps (see doze); one look at a sequence otherwise.
+    IF pg_sequence_last_value('fencepost.doorbell') > (extract(epoch FROM v_now) * 1000000)::bigint THEN
+        PERFORM pg_notify('fencepost', pg_sequence_last_value('fencepost.doorbell')::text);
+    END IF;
     event_id := p_event_id;
     created := true;
 END $$;
 
 
 -- relay/ack.sql
--- Records progress of slots after the broker's confirms, and sets refused events aside in the same commit.
+-- Records progress of slots after the broker's confirms; sets refused events aside, and says what was overtaken, in the same
+-- commit.
 -- Refused as a whole (ZF040) when one slot was taken over: its new owner sends that page again, with the same bytes.
--- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
 CREATE OR REPLACE FUNCTION fencepost.ack(
     p_destination text, p_owner uuid, p_slots integer[], p_generations bigint[], p_era integer,
     p_acked_ticks bigint[], p_end_ticks bigint[], p_positions bigint[],
     p_park_slots integer[] DEFAULT '{}', p_park_seqs bigint[] DEFAULT '{}', p_park_reasons text[] DEFAULT '{}',
-    p_park_details text[] DEFAULT '{}', p_park_overtaken bigint[] DEFAULT '{}', p_park_retry interval[] DEFAULT '{}')
+    p_park_details text[] DEFAULT '{}', p_park_overtaken bigint[] DEFAULT '{}', p_park_retry interval[] DEFAULT '{}',
+    p_overtaken_slots integer[] DEFAULT '{}', p_overtaken_seqs bigint[] DEFAULT '{}', p_overtaken_by bigint[] DEFAULT '{}')
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_count bigint;
@@ -1814,10 +1852,22 @@ BEGIN
     IF p_era <> (SELECT i.era FROM fencepost.installation AS i) THEN
         PERFORM fencepost._refuse('ZF040', 'a new era has begun', 'era', 'lease the slots again');
     END IF;
+    -- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
     INSERT INTO fencepost.ack (child, destination, slot, n, era, acked_tick, end_tick, position, generation)
     SELECT i.ack_child, p_destination, u.slot, nextval('fencepost.ack_seq'), p_era, u.acked, u.ending, u.position, u.generation
     FROM unnest(p_slots, p_generations, p_acked_ticks, p_end_ticks, p_positions) AS u (slot, generation, acked, ending, position),
          fencepost.installation AS i;
+    IF cardinality(p_overtaken_seqs) > 0 THEN
+        DELETE FROM fencepost.overtaken AS g
+        WHERE g.at < clock_timestamp() - (SELECT i.replay_window FROM fencepost.installation AS i);
+        INSERT INTO fencepost.overtaken AS g (destination, seq, overtaken_by, tenant, ordering_key, operation, type)
+        SELECT p_destination, o.seq, u.overtaken_by, o.tenant, o.ordering_key, o.operation, o.type
+        FROM unnest(p_overtaken_slots, p_overtaken_seqs, p_overtaken_by) AS u (slot, seq, overtaken_by)
+        JOIN fencepost.outbox AS o ON o.slot = u.slot AND o.seq = u.seq
+        WHERE o.slot = ANY (p_slots)
+        -- Sent again once more after a lost lease.
+        ON CONFLICT (destination, seq) DO UPDATE SET overtaken_by = excluded.overtaken_by, at = excluded.at;
+    END IF;
     IF cardinality(p_park_seqs) > 0 THEN
         INSERT INTO fencepost.parked (destination, slot, tenant, ordering_key, seq, event_id, operation, type, version, epoch,
             digest, recorded_at, content_type, attributes, reference, payload, reason, detail, overtaken_by, attempts, next_try_at)
@@ -1855,6 +1905,7 @@ BEGIN
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_slots(p_destination, p_owner, ARRAY[p_slot], ARRAY[p_generation]);
     IF p_published THEN
+        -- Crash here: [Q2] until this commits it stays parked and is sent again; with it the next of its key is due.
         DELETE FROM fencepost.parked AS k
         WHERE k.destination = p_destination AND k.slot = p_slot AND k.tenant = p_tenant
           AND k.ordering_key = p_ordering_key AND k.seq = p_seq;
@@ -1972,6 +2023,7 @@ BEGIN
             'let a relay finish first, or lose them: --yes-lose');
     END IF;
     DELETE FROM fencepost.parked AS k WHERE k.destination = p_destination;
+    DELETE FROM fencepost.overtaken AS g WHERE g.destination = p_destination;
     DELETE FROM fencepost.ack AS k WHERE k.destination = p_destination;
     DELETE FROM fencepost.relay AS r WHERE r.destination = p_destination;
     DELETE FROM fencepost.slot AS s WHERE s.destination = p_destination;
@@ -1980,6 +2032,41 @@ BEGIN
     INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict, evidence_ref)
     VALUES (gen_random_uuid(), 'remove_destination', p_actor, p_reason, p_destination, 'removed',
             'unsent ' || unsent || ', parked ' || parked);
+END $$;
+
+
+-- relay/doorbell.sql
+-- Marks that a relay sleeps for so long. True when every event that commits from now on will ring or is visible to the next
+-- look; false while a writer that may have read the mark before is still open: then look again soon.
+-- Locks: relays change the mark one after the other, and only for the time of this call.
+CREATE OR REPLACE FUNCTION fencepost.doze(p_for interval) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_until bigint := (extract(epoch FROM clock_timestamp() + p_for) * 1000000)::bigint;
+BEGIN
+    PERFORM fencepost._enter();
+    IF p_for IS NULL OR p_for NOT BETWEEN interval '0' AND interval '10 minutes' THEN
+        PERFORM fencepost._refuse('ZF003', 'the sleep is not between 0 and 10 minutes', 'for', NULL);
+    END IF;
+    PERFORM pg_advisory_xact_lock(1179665234, 1);
+    -- Invariant: every doze changes the mark, so that a ring for an older one cannot take it away.
+    PERFORM setval('fencepost.doorbell', greatest(coalesce(pg_sequence_last_value('fencepost.doorbell'), 0) + 1, v_until));
+    -- Who writes an event locks this table before it reads the mark, and until its end.
+    RETURN NOT EXISTS (
+        SELECT FROM pg_locks AS l
+        WHERE l.locktype = 'relation' AND l.relation = 'fencepost.event_key'::regclass AND l.mode = 'RowExclusiveLock'
+          AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()) AND l.granted);
+END $$;
+
+-- Everybody who slept under this mark was rung: nobody rings again, unless somebody fell asleep since.
+CREATE OR REPLACE FUNCTION fencepost.rung(p_mark bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM pg_advisory_xact_lock(1179665234, 1);
+    IF pg_sequence_last_value('fencepost.doorbell') = p_mark THEN
+        PERFORM setval('fencepost.doorbell', 0);
+    END IF;
 END $$;
 
 
@@ -2259,6 +2346,7 @@ BEGIN
             v_why := fencepost._needed(v_child, v_since);
             IF v_why IS NULL THEN
                 PERFORM fencepost._note_recycled(v_child);
+                -- Crash here: [Y2] what is noted as gone goes with this commit, or neither happened.
                 EXECUTE 'TRUNCATE ' || v_table;
                 outcome := 'recycled';
                 child := v_child;
@@ -2371,6 +2459,7 @@ BEGIN
         CROSS JOIN LATERAL (SELECT k.* FROM fencepost.ack AS k
                             WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a
         WHERE a.child = v_child;
+        -- Crash here: [Y3] the newest acks are moved with this commit, or neither happened.
         EXECUTE 'TRUNCATE ' || v_table;
         outcome := 'recycled';
     END IF;
@@ -2407,6 +2496,7 @@ BEGIN
     SELECT max(b.n) INTO v_last
     FROM (SELECT t.n FROM fencepost.tick AS t WHERE t.era = v_era AND t.n > p_after AND t.n < v_needed ORDER BY t.n LIMIT p_batch) AS b;
     IF v_last IS NOT NULL THEN
+        -- Crash here: [Y4] the batch goes with this commit; the next holder of the duty begins from the oldest tick.
         DELETE FROM fencepost.tick AS t WHERE t.era = v_era AND t.n > p_after AND t.n <= v_last;
         GET DIAGNOSTICS purged = ROW_COUNT;
         after := v_last;
@@ -2547,6 +2637,7 @@ BEGIN
           FROM fencepost.relay AS l WHERE l.destination = p_destination) AS r;
     SELECT count(*) INTO v_owned FROM fencepost.slot AS s WHERE s.destination = p_destination AND s.owner = p_owner;
     IF v_owned < v_share THEN
+        -- Crash here: [S3] until this commits the slots are free; after it others take them once the lease has run out.
         UPDATE fencepost.slot AS s SET owner = p_owner, generation = s.generation + 1
         FROM (SELECT f.slot FROM fencepost.slot AS f
               WHERE f.destination = p_destination
@@ -2576,6 +2667,7 @@ DECLARE
 BEGIN
     PERFORM fencepost._enter();
     PERFORM FROM fencepost.destination AS d WHERE d.destination = p_destination FOR NO KEY UPDATE;
+    -- Crash here: [S2] until this commits others wait for the end of the lease; after it the slots are free at once.
     UPDATE fencepost.slot AS s SET owner = NULL, generation = s.generation + 1
     WHERE s.destination = p_destination AND s.owner = p_owner AND s.slot = ANY (p_slots);
     GET DIAGNOSTICS v_count = ROW_COUNT;
@@ -2645,13 +2737,13 @@ BEGIN
         v_locked := true;
     END LOOP;
 
-    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
     PERFORM set_config('synchronous_commit', 'on', true);
     SELECT pg_current_snapshot() INTO v_snap;
     SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_hint FROM fencepost.outbox_seq AS s;
     SELECT pg_current_xact_id() INTO v_next;
     n := v_tick.n + 1;
     fresh := true;
+    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
     INSERT INTO fencepost.tick (era, n, snap, hint, next, snap_xmax, snap_xip)
     VALUES (era, n, v_snap, v_hint, v_next, pg_snapshot_xmax(v_snap), ARRAY(SELECT pg_snapshot_xip(v_snap)));
 END $$;

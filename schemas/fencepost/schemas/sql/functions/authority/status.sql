@@ -10,6 +10,11 @@ CREATE OR REPLACE VIEW fencepost.status AS
     SELECT 'event', 'parked', p.tenant, p.type, p.reason, count(*), min(p.parked_at), max(p.attempts)
     FROM fencepost.parked AS p GROUP BY 1, 2, 3, 4, 5
     UNION ALL
+    SELECT 'event', 'overtaken', g.tenant, g.type, g.destination, count(*), min(g.at), 0
+    FROM fencepost.overtaken AS g
+    WHERE g.at >= clock_timestamp() - (SELECT i.replay_window FROM fencepost.installation AS i)
+    GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
     SELECT 'delivery', 'dead_letter', coalesce(d.tenant, ''), d.consumer, d.reason, count(*), min(d.created_at), max(d.attempts)
     FROM fencepost.dead_letter AS d GROUP BY 1, 2, 3, 4, 5
     UNION ALL

@@ -69,6 +69,10 @@ BEGIN
         v_epoch, p_ordering_key,
         fencepost.digest(p_tenant, p_operation, p_type, p_version, v_epoch, p_binding), v_now, p_content_type,
         p_attributes, CASE WHEN p_binding LIKE 'ref:%' THEN p_binding END, p_payload);
+    -- Rings only while a relay sleeps (see doze); one look at a sequence otherwise.
+    IF pg_sequence_last_value('fencepost.doorbell') > (extract(epoch FROM v_now) * 1000000)::bigint THEN
+        PERFORM pg_notify('fencepost', pg_sequence_last_value('fencepost.doorbell')::text);
+    END IF;
     event_id := p_event_id;
     created := true;
 END $$;

@@ -1,11 +1,12 @@
--- Records progress of slots after the broker's confirms, and sets refused events aside in the same commit.
+-- Records progress of slots after the broker's confirms; sets refused events aside, and says what was overtaken, in the same
+-- commit.
 -- Refused as a whole (ZF040) when one slot was taken over: its new owner sends that page again, with the same bytes.
--- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
 CREATE OR REPLACE FUNCTION fencepost.ack(
     p_destination text, p_owner uuid, p_slots integer[], p_generations bigint[], p_era integer,
     p_acked_ticks bigint[], p_end_ticks bigint[], p_positions bigint[],
     p_park_slots integer[] DEFAULT '{}', p_park_seqs bigint[] DEFAULT '{}', p_park_reasons text[] DEFAULT '{}',
-    p_park_details text[] DEFAULT '{}', p_park_overtaken bigint[] DEFAULT '{}', p_park_retry interval[] DEFAULT '{}')
+    p_park_details text[] DEFAULT '{}', p_park_overtaken bigint[] DEFAULT '{}', p_park_retry interval[] DEFAULT '{}',
+    p_overtaken_slots integer[] DEFAULT '{}', p_overtaken_seqs bigint[] DEFAULT '{}', p_overtaken_by bigint[] DEFAULT '{}')
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_count bigint;
@@ -16,10 +17,22 @@ BEGIN
     IF p_era <> (SELECT i.era FROM fencepost.installation AS i) THEN
         PERFORM fencepost._refuse('ZF040', 'a new era has begun', 'era', 'lease the slots again');
     END IF;
+    -- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
     INSERT INTO fencepost.ack (child, destination, slot, n, era, acked_tick, end_tick, position, generation)
     SELECT i.ack_child, p_destination, u.slot, nextval('fencepost.ack_seq'), p_era, u.acked, u.ending, u.position, u.generation
     FROM unnest(p_slots, p_generations, p_acked_ticks, p_end_ticks, p_positions) AS u (slot, generation, acked, ending, position),
          fencepost.installation AS i;
+    IF cardinality(p_overtaken_seqs) > 0 THEN
+        DELETE FROM fencepost.overtaken AS g
+        WHERE g.at < clock_timestamp() - (SELECT i.replay_window FROM fencepost.installation AS i);
+        INSERT INTO fencepost.overtaken AS g (destination, seq, overtaken_by, tenant, ordering_key, operation, type)
+        SELECT p_destination, o.seq, u.overtaken_by, o.tenant, o.ordering_key, o.operation, o.type
+        FROM unnest(p_overtaken_slots, p_overtaken_seqs, p_overtaken_by) AS u (slot, seq, overtaken_by)
+        JOIN fencepost.outbox AS o ON o.slot = u.slot AND o.seq = u.seq
+        WHERE o.slot = ANY (p_slots)
+        -- Sent again once more after a lost lease.
+        ON CONFLICT (destination, seq) DO UPDATE SET overtaken_by = excluded.overtaken_by, at = excluded.at;
+    END IF;
     IF cardinality(p_park_seqs) > 0 THEN
         INSERT INTO fencepost.parked (destination, slot, tenant, ordering_key, seq, event_id, operation, type, version, epoch,
             digest, recorded_at, content_type, attributes, reference, payload, reason, detail, overtaken_by, attempts, next_try_at)
@@ -57,6 +70,7 @@ BEGIN
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_slots(p_destination, p_owner, ARRAY[p_slot], ARRAY[p_generation]);
     IF p_published THEN
+        -- Crash here: [Q2] until this commits it stays parked and is sent again; with it the next of its key is due.
         DELETE FROM fencepost.parked AS k
         WHERE k.destination = p_destination AND k.slot = p_slot AND k.tenant = p_tenant
           AND k.ordering_key = p_ordering_key AND k.seq = p_seq;

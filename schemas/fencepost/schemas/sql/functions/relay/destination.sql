@@ -97,6 +97,7 @@ BEGIN
             'let a relay finish first, or lose them: --yes-lose');
     END IF;
     DELETE FROM fencepost.parked AS k WHERE k.destination = p_destination;
+    DELETE FROM fencepost.overtaken AS g WHERE g.destination = p_destination;
     DELETE FROM fencepost.ack AS k WHERE k.destination = p_destination;
     DELETE FROM fencepost.relay AS r WHERE r.destination = p_destination;
     DELETE FROM fencepost.slot AS s WHERE s.destination = p_destination;
