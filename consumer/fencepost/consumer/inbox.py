@@ -162,7 +162,12 @@ class Inbox(_Inbox[Callable[[Connection[Any], E], object]], Generic[E]):
             conn.execute(LOCK_TIMEOUT, self._wait)
             try:
                 reservation = reserve_in(
-                    conn, self.consumer, arrived.envelope, delivery.coordinates, headers=delivery.stored_headers()
+                    conn,
+                    self.consumer,
+                    arrived.envelope,
+                    delivery.coordinates,
+                    headers=delivery.stored_headers(),
+                    dead_letter=delivery.dead_letter,
                 )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
@@ -180,6 +185,8 @@ class Inbox(_Inbox[Callable[[Connection[Any], E], object]], Generic[E]):
                     outcome = Outcome.DUPLICATE
                 case Reserved.CONFLICT:
                     outcome = Outcome.CONFLICT
+                case Reserved.BEFORE_HORIZON:
+                    outcome = Outcome.BEFORE_HORIZON
                 case _:
                     assert_never(reservation.outcome)
         return self._handled(outcome, arrived, delivery, reservation)
@@ -223,7 +230,12 @@ class AsyncInbox(_Inbox[Callable[[AsyncConnection[Any], E], Awaitable[object]]],
             await conn.execute(LOCK_TIMEOUT, self._wait)
             try:
                 reservation = await reserve_in_async(
-                    conn, self.consumer, arrived.envelope, delivery.coordinates, headers=delivery.stored_headers()
+                    conn,
+                    self.consumer,
+                    arrived.envelope,
+                    delivery.coordinates,
+                    headers=delivery.stored_headers(),
+                    dead_letter=delivery.dead_letter,
                 )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
@@ -241,6 +253,8 @@ class AsyncInbox(_Inbox[Callable[[AsyncConnection[Any], E], Awaitable[object]]],
                     outcome = Outcome.DUPLICATE
                 case Reserved.CONFLICT:
                     outcome = Outcome.CONFLICT
+                case Reserved.BEFORE_HORIZON:
+                    outcome = Outcome.BEFORE_HORIZON
                 case _:
                     assert_never(reservation.outcome)
         return self._handled(outcome, arrived, delivery, reservation)

@@ -15,6 +15,7 @@ from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
 from fencepost.consumer.outcomes import Reservation, Reserved
+from fencepost.consumer.retries import settle, settle_async
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
@@ -29,6 +30,8 @@ FROM fencepost.reserve(
 ) AS r
 """
 
+_DONE = (Reserved.RESERVED, Reserved.DUPLICATE)
+
 
 def reserve_in(
     tx: Connection[Any],
@@ -37,15 +40,19 @@ def reserve_in(
     coordinates: str,
     *,
     headers: list[list[object]] | None = None,
+    dead_letter: int | None = None,
 ) -> Reservation:
     """Reserves the operation for ``consumer`` in the caller's transaction, and never commits.
 
-    Verifies the digest first. Raises Undecodable, InvalidInput, and what PostgreSQL raises: serialization failures
+    Verifies the digest first. Settles ``dead_letter``, where the delivery is one that was given back. Raises Undecodable, InvalidInput, and what PostgreSQL raises: serialization failures
     (retry the whole transaction) and, under a lock_timeout, LockNotAvailable.
     """
     values = _values(consumer, envelope, coordinates, headers)
     with tx.cursor(row_factory=tuple_row) as cursor:
-        return _reservation(cursor.execute(RESERVE, values).fetchone())
+        reservation = _reservation(cursor.execute(RESERVE, values).fetchone())
+    if dead_letter is not None:
+        settle(tx, consumer, dead_letter, gone=reservation.outcome in _DONE)
+    return reservation
 
 
 async def reserve_in_async(
@@ -55,11 +62,15 @@ async def reserve_in_async(
     coordinates: str,
     *,
     headers: list[list[object]] | None = None,
+    dead_letter: int | None = None,
 ) -> Reservation:
     """As `reserve_in`, for asyncio."""
     values = _values(consumer, envelope, coordinates, headers)
     async with tx.cursor(row_factory=tuple_row) as cursor:
-        return _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
+        reservation = _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
+    if dead_letter is not None:
+        await settle_async(tx, consumer, dead_letter, gone=reservation.outcome in _DONE)
+    return reservation
 
 
 def _values(
