@@ -29,6 +29,7 @@ from psycopg.rows import tuple_row
 
 from fencepost.consumer import dead_letters
 from fencepost.consumer.connections import AsyncConnections, AsyncPool, Connections, Pool
+from fencepost.consumer.copies import AsyncCopies, Copies
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved
 from fencepost.consumer.reading import Arrived, Reading
@@ -67,6 +68,7 @@ class _Inbox(Generic[H]):
         self.handler = handler
         self.wait_seconds = wait_seconds
         self.isolation = isolation
+        self._copies, self._async_copies = Copies(), AsyncCopies()
         self.reading = Reading.of(handler)
         self.__doc__ = handler.__doc__
         self.__name__ = getattr(handler, "__name__", type(handler).__name__)
@@ -139,6 +141,12 @@ class Inbox(_Inbox[Callable[[Connection[Any], E], object]], Generic[E]):
                 self._require_idle(conn)
                 with conn.transaction():
                     return dead_letters.undecodable(conn, self.consumer, delivery, error)
+        with self._copies.turn(_identity(arrived), self.wait_seconds) as mine:
+            if not mine:
+                raise self._busy(arrived)
+            return self._repeated(database, delivery, arrived)
+
+    def _repeated(self, database: str | Connection[Any] | Pool, delivery: Delivery, arrived: Arrived) -> Handled:
         for tries in range(1, TRIES_MAX):
             try:
                 with _open(database) as conn:
@@ -207,6 +215,14 @@ class AsyncInbox(_Inbox[Callable[[AsyncConnection[Any], E], Awaitable[object]]],
                 self._require_idle(conn)
                 async with conn.transaction():
                     return await dead_letters.undecodable_async(conn, self.consumer, delivery, error)
+        async with self._async_copies.turn(_identity(arrived), self.wait_seconds) as mine:
+            if not mine:
+                raise self._busy(arrived)
+            return await self._repeated(database, delivery, arrived)
+
+    async def _repeated(
+        self, database: str | AsyncConnection[Any] | AsyncPool, delivery: Delivery, arrived: Arrived
+    ) -> Handled:
         for tries in range(1, TRIES_MAX):
             try:
                 async with _open_async(database) as conn:
@@ -310,6 +326,11 @@ async def _open_async(database: str | AsyncConnection[Any] | AsyncPool) -> Async
     finally:
         if own is not None:
             await own.close()
+
+
+def _identity(arrived: Arrived) -> tuple[str, str, str]:
+    envelope = arrived.envelope
+    return envelope.tenant, envelope.operation, envelope.type
 
 
 def _repeatable(error: psycopg.OperationalError | Unreachable, database: object) -> bool:

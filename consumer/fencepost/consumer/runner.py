@@ -15,17 +15,18 @@ from typing import Any
 
 import psycopg
 
-from fencepost.consumer import dead_letters
+from fencepost.consumer import dead_letters, retries
 from fencepost.consumer.connections import AsyncConnections, Connections
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled, Outcome
-from fencepost.schemas.errors import ConfigError, NotDispatched
+from fencepost.schemas.errors import ConfigError, FencepostError, InvalidInput, NotDispatched
 
 __all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries"]
 
 log = logging.getLogger("fencepost.consumer")
 
+_SET_ASIDE = (Outcome.CONFLICT, Outcome.UNDECODABLE, Outcome.BEFORE_HORIZON)
 # 08 connection, 40 rollback for concurrency, 53 resources, 55P03 lock not available, 57P the server goes or is not up.
 _NOT_THE_HANDLERS_FAULT = ("08", "40001", "40P01", "53", "55P03", "57P")
 
@@ -37,6 +38,7 @@ class RunnerOptions:
     concurrency: handlers, and database connections, at the same time. max_attempts: failures of a handler before the
     delivery is set aside. backoff_base doubles with every try up to backoff_max, with jitter. drain_seconds: how long
     running handlers may take after a stop. start_seconds: how long broker and database may be missing at the start.
+    idle_seconds: how often dead letters that were given back are looked for.
     """
 
     concurrency: int = 4
@@ -45,6 +47,7 @@ class RunnerOptions:
     backoff_max: float = 30.0
     drain_seconds: float = 25.0
     start_seconds: float = 30.0
+    idle_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= 256:
@@ -55,6 +58,8 @@ class RunnerOptions:
             raise ConfigError(
                 "backoff_base is not between 0 and backoff_max, or that above an hour", field="backoff_base"
             )
+        if not 0.01 <= self.idle_seconds <= 3600:
+            raise ConfigError("idle_seconds is not between 0.01 and 3600", field="idle_seconds")
         for name in ("drain_seconds", "start_seconds"):
             if not 0 <= getattr(self, name) <= 3600:
                 raise ConfigError(f"{name} is not between 0 and 3600", field=name)
@@ -128,6 +133,24 @@ class Handling:
         except (psycopg.Error, NotDispatched) as error:
             return _unrecorded(error, delivery)
 
+    def retry(self) -> bool:
+        """Handles one dead letter that was given back; False when there is none. Raises nothing that a handler raises."""
+        try:
+            with self._connections.connection() as conn, conn.transaction():
+                delivery = retries.take(conn, self._inbox.consumer)
+            if delivery is None:
+                return False
+            try:
+                _told(self._inbox.handle(self._connections, delivery))
+            except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
+                if _failed_again(error, delivery):
+                    with self._connections.connection() as conn, conn.transaction():
+                        dead_letters.handler_failed(conn, self._inbox.consumer, delivery, error, 1)
+        except (psycopg.Error, FencepostError) as error:
+            log.warning("a dead letter was not taken: %s", dead_letters.describe(error))
+            return False
+        return True
+
     def close(self) -> None:
         """Closes idle connections."""
         self._connections.close()
@@ -156,6 +179,24 @@ class AsyncHandling:
         except (psycopg.Error, NotDispatched) as error:
             return _unrecorded(error, delivery)
 
+    async def retry(self) -> bool:
+        """As `Handling.retry`."""
+        try:
+            async with self._connections.connection() as conn, conn.transaction():
+                delivery = await retries.take_async(conn, self._inbox.consumer)
+            if delivery is None:
+                return False
+            try:
+                _told(await self._inbox.handle(self._connections, delivery))
+            except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
+                if _failed_again(error, delivery):
+                    async with self._connections.connection() as conn, conn.transaction():
+                        await dead_letters.handler_failed_async(conn, self._inbox.consumer, delivery, error, 1)
+        except (psycopg.Error, FencepostError) as error:
+            log.warning("a dead letter was not taken: %s", dead_letters.describe(error))
+            return False
+        return True
+
     async def close(self) -> None:
         """Closes idle connections."""
         await self._connections.close()
@@ -169,8 +210,22 @@ def _transient(error: Exception) -> bool:
     return False
 
 
+def _failed_again(error: Exception, delivery: Delivery) -> bool:
+    """Whether a retry's failure counts; else the letter is due again by itself, or somebody else has settled it."""
+    counted = not _transient(error) and not (isinstance(error, InvalidInput) and error.field == "id")
+    log.warning(
+        "%s: dead letter %s was not handled (%s): %s at %s",
+        delivery.coordinates,
+        delivery.dead_letter,
+        "kept" if counted else "not the handler's fault",
+        dead_letters.describe(error),
+        _place(error),
+    )
+    return counted
+
+
 def _told(handled: Handled) -> Handled:
-    level = logging.WARNING if handled.outcome in (Outcome.CONFLICT, Outcome.UNDECODABLE) else logging.DEBUG
+    level = logging.WARNING if handled.outcome in _SET_ASIDE else logging.DEBUG
     log.log(
         level,
         "%s: %s event=%s reason=%s field=%s arrivals=%d",

@@ -102,7 +102,7 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
     "outbox_child": ("relay", "reader"),
     "recycled": ("relay", "reader"),
     "dead_letters": ("reconciler", "reader"),
-    "reservation": ("reconciler",),
+    "reservation": ("reconciler", "maintenance"),
     "consumer": ("reconciler", "authority_admin", "maintenance", "reader"),
     "consumer_forever": ("reconciler", "authority_admin", "maintenance", "reader"),
     "consumer_topic": ("reconciler", "authority_admin", "maintenance", "reader"),

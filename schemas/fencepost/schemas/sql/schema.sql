@@ -1321,8 +1321,7 @@ BEGIN
         outcome := 'reserved';
         IF p_event_time < v_horizon AND NOT EXISTS (
             SELECT FROM fencepost.dead_letter AS d
-            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.reason = 'before_horizon'
-              AND d.arrived_meaning = v_meaning AND d.unhandled) THEN
+            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrived_meaning = v_meaning AND d.unhandled) THEN
             outcome := 'before_horizon';
             DELETE FROM fencepost.reservation AS r
             WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
@@ -1392,7 +1391,7 @@ BEGIN
             'or none, to remember for ever');
     END IF;
     v_beyond := fencepost._topics_beyond(p_consumer, p_window);
-    IF v_beyond IS NOT NULL THEN
+    IF p_window IS NOT NULL AND v_beyond IS NOT NULL THEN
         PERFORM fencepost._refuse('ZF003', 'the replay window is shorter than what the broker keeps: ' || v_beyond, 'replay_window',
             'give at least that, or shorten the retention of the topic and start the consumer again');
     END IF;
@@ -1471,7 +1470,8 @@ BEGIN
                  ELSE 'it is older than the purge horizon: nothing here can tell whether it was handled' END, 'unhandled',
             CASE WHEN p_unhandled THEN 'retry it without that' ELSE 'retry it with --unhandled if you know that it was not, or discard it' END);
     END IF;
-    UPDATE fencepost.dead_letter AS d SET due_at = clock_timestamp(), takes = 0, unhandled = coalesce(p_unhandled, false) WHERE d.id = p_id;
+    UPDATE fencepost.dead_letter AS d SET due_at = clock_timestamp(), takes = 0, unhandled = d.unhandled OR coalesce(p_unhandled, false)
+    WHERE d.id = p_id;
     PERFORM fencepost._decide_dead_letter('retry_dead_letter', v_letter, p_actor, p_reason,
         CASE WHEN p_unhandled THEN 'due, declared unhandled' ELSE 'due' END);
 END $$;
@@ -1507,7 +1507,9 @@ BEGIN
         SELECT d.id INTO v_youngest FROM fencepost.dead_letter AS d
         WHERE d.consumer = v_letter.consumer AND d.coordinates = v_letter.coordinates AND d.content = v_letter.content
         ORDER BY d.last_at DESC, d.id DESC LIMIT 1;
-        UPDATE fencepost.dead_letter AS d SET due_at = NULL, attempts = d.attempts + CASE WHEN d.id = p_id THEN 0 ELSE v_letter.attempts END
+        UPDATE fencepost.dead_letter AS d
+        SET due_at = NULL, unhandled = d.unhandled OR v_letter.unhandled,
+            attempts = d.attempts + CASE WHEN d.id = p_id THEN 0 ELSE v_letter.attempts END
         WHERE d.id = v_youngest;
     END IF;
     DELETE FROM fencepost.dead_letter AS d WHERE d.id = p_id AND d.id IS DISTINCT FROM v_youngest;

@@ -68,8 +68,7 @@ BEGIN
         outcome := 'reserved';
         IF p_event_time < v_horizon AND NOT EXISTS (
             SELECT FROM fencepost.dead_letter AS d
-            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.reason = 'before_horizon'
-              AND d.arrived_meaning = v_meaning AND d.unhandled) THEN
+            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrived_meaning = v_meaning AND d.unhandled) THEN
             outcome := 'before_horizon';
             DELETE FROM fencepost.reservation AS r
             WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;

@@ -41,7 +41,7 @@ BEGIN
             'or none, to remember for ever');
     END IF;
     v_beyond := fencepost._topics_beyond(p_consumer, p_window);
-    IF v_beyond IS NOT NULL THEN
+    IF p_window IS NOT NULL AND v_beyond IS NOT NULL THEN
         PERFORM fencepost._refuse('ZF003', 'the replay window is shorter than what the broker keeps: ' || v_beyond, 'replay_window',
             'give at least that, or shorten the retention of the topic and start the consumer again');
     END IF;

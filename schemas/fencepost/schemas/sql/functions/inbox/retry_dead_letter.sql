@@ -43,7 +43,8 @@ BEGIN
                  ELSE 'it is older than the purge horizon: nothing here can tell whether it was handled' END, 'unhandled',
             CASE WHEN p_unhandled THEN 'retry it without that' ELSE 'retry it with --unhandled if you know that it was not, or discard it' END);
     END IF;
-    UPDATE fencepost.dead_letter AS d SET due_at = clock_timestamp(), takes = 0, unhandled = coalesce(p_unhandled, false) WHERE d.id = p_id;
+    UPDATE fencepost.dead_letter AS d SET due_at = clock_timestamp(), takes = 0, unhandled = d.unhandled OR coalesce(p_unhandled, false)
+    WHERE d.id = p_id;
     PERFORM fencepost._decide_dead_letter('retry_dead_letter', v_letter, p_actor, p_reason,
         CASE WHEN p_unhandled THEN 'due, declared unhandled' ELSE 'due' END);
 END $$;
@@ -79,7 +80,9 @@ BEGIN
         SELECT d.id INTO v_youngest FROM fencepost.dead_letter AS d
         WHERE d.consumer = v_letter.consumer AND d.coordinates = v_letter.coordinates AND d.content = v_letter.content
         ORDER BY d.last_at DESC, d.id DESC LIMIT 1;
-        UPDATE fencepost.dead_letter AS d SET due_at = NULL, attempts = d.attempts + CASE WHEN d.id = p_id THEN 0 ELSE v_letter.attempts END
+        UPDATE fencepost.dead_letter AS d
+        SET due_at = NULL, unhandled = d.unhandled OR v_letter.unhandled,
+            attempts = d.attempts + CASE WHEN d.id = p_id THEN 0 ELSE v_letter.attempts END
         WHERE d.id = v_youngest;
     END IF;
     DELETE FROM fencepost.dead_letter AS d WHERE d.id = p_id AND d.id IS DISTINCT FROM v_youngest;
