@@ -199,6 +199,34 @@ def test_twenty_tasks_with_copies_leave_a_pool_of_two_to_others(domain: Database
     assert (runs, count(domain)) == (1, 1)
 
 
+def test_copies_that_are_cancelled_while_they_wait_leave_no_turn_behind(domain: Database) -> None:
+    async def storm() -> list[Outcome]:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        @inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)
+        async def handler(tx: AsyncConnection[Any], event: Submitted) -> None:
+            begun.set()
+            await go.wait()
+            await tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+
+        sent = envelope()
+        pool = AsyncConnections(domain.dsn, limit=2)
+        copies = [asyncio.create_task(handler.handle(pool, from_kafka(sent, number))) for number in range(20)]
+        await asyncio.wait_for(begun.wait(), DEADLINE_SECONDS)
+        for task in copies:  # The one whose handler runs, too.
+            task.cancel()
+        assert all(
+            isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*copies, return_exceptions=True)
+        )
+        go.set()
+        again = await asyncio.gather(*(handler.handle(pool, from_kafka(sent, number)) for number in range(3)))
+        await pool.close()
+        return [each.outcome for each in again]
+
+    assert sorted(asyncio.run(storm())) == [Outcome.DUPLICATE] * 2 + [Outcome.HANDLED]
+    assert count(domain) == 1
+
+
 def test_a_deadlock_between_handlers_is_repeated_as_a_whole(domain: Database, threads: ThreadPoolExecutor) -> None:
     both = threading.Barrier(2)
     runs: list[str] = []

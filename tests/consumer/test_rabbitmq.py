@@ -219,6 +219,32 @@ def test_a_dead_letter_that_was_given_back_is_handled_in_idle_time_while_others_
     assert left(rabbitmq, queue) == 0
 
 
+def test_a_message_beyond_its_delivery_limit_waits_in_the_dead_queue_and_can_be_handled_from_there(
+    rabbitmq: Rabbit, domain18: Database
+) -> None:
+    name = rabbitmq.name()
+    runner = RabbitRunner(
+        insert, domain18.dsn, url=rabbitmq.url, queue=name, declare=True, delivery_limit=1, options=FAST
+    )
+    with running(runner):
+        pass  # Declares.
+
+    async def refuse() -> None:
+        async with channel_of(rabbitmq) as channel:
+            queue = await channel.declare_queue(name, passive=True)
+            while (message := await queue.get(no_ack=False, fail=False, timeout=DEADLINE_SECONDS)) is not None:
+                await message.nack(requeue=True)
+
+    publish(rabbitmq, "", name, [envelope()])
+    asyncio.run(refuse())
+    wait_for(lambda: left(rabbitmq, f"{name}.dead") == 1, DEADLINE_SECONDS, "the dead queue")
+    assert left(rabbitmq, name) == 0
+    with running(RabbitRunner(insert, domain18.dsn, url=rabbitmq.url, queue=f"{name}.dead", options=FAST)):
+        wait_for(lambda: operations(domain18) == ["op-1"], DEADLINE_SECONDS, "the message")
+        wait_for(lambda: left(rabbitmq, f"{name}.dead") == 0, DEADLINE_SECONDS, "the dead queue to be empty")
+    delete(rabbitmq, name, f"{name}.dead")
+
+
 def test_a_connection_that_is_cut_while_handlers_run_costs_no_effect_and_acknowledges_nobody_elses_message(
     rabbitmq: Rabbit, domain18: Database, queue: str, caplog: pytest.LogCaptureFixture
 ) -> None:

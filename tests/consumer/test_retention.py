@@ -17,12 +17,15 @@ from fencepost.consumer.inbox import inbox
 from fencepost.consumer.outcomes import Outcome, Reserved
 from fencepost.consumer.reservation import reserve_in
 from fencepost.consumer.retries import take
+from fencepost.consumer.runner import Handling, RunnerOptions
 from fencepost.consumer.upkeep import Purge, Purged, Upkeep
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import InvalidInput, NotArmed
+from stack.postgres import MAJORS
 from support.database import Database
 from support.deliveries import Submitted, Withdrawn, envelope, from_kafka
 from support.processes import wait_for
+from support.services import Services
 
 Tx = Connection[Any]
 DEADLINE_SECONDS = 20.0
@@ -326,3 +329,23 @@ def test_upkeep_notes_topics_and_purges_by_itself(domain18: Database) -> None:
     finally:
         upkeep.stop()
     assert left(domain18, "consumer_topic") == 1
+
+
+def test_a_pooler_with_one_server_connection_carries_purges_and_retries(domain18: Database, services: Services) -> None:
+    through = services.pgbouncer(MAJORS[0], pool_size=1).dsn(domain18.dsn)
+    handled(domain18, aged(30), days=30)
+    declare(domain18)
+    upkeep = Upkeep("reports", through, seconds=0.05)
+    upkeep.start()
+    try:
+        wait_for(lambda: left(domain18) == 0, DEADLINE_SECONDS, "the purge")
+    finally:
+        upkeep.stop()
+    assert reports.handle(through, from_kafka(aged(30), 5)).outcome is Outcome.BEFORE_HORIZON
+    with domain18.connect() as conn:
+        number = conn.execute("SELECT id FROM fencepost.dead_letter").fetchall()[0][0]
+        acts.retry(conn, number, actor="ann", reason="a test", unhandled=True)
+    handling = Handling(reports, through, RunnerOptions(concurrency=1))
+    assert handling.retry() and not handling.retry()
+    handling.close()
+    assert (letters(domain18), done(domain18)) == ([], 2)
