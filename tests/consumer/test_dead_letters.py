@@ -370,6 +370,18 @@ def test_acts_are_refused_without_a_letter_an_actor_or_a_reason_and_on_a_disarme
     assert refused.value.field == "unhandled"
 
 
+def test_what_is_due_in_a_copy_of_the_database_is_not_taken_before_it_is_armed(domain18: Database) -> None:
+    made = Handling(of(Fragile()), domain18.dsn, ONCE)
+    attempt(made, from_kafka(envelope()))
+    made.close()
+    give_back(domain18)
+    with domain18.connect() as conn:
+        with conn.transaction(force_rollback=True):
+            conn.execute("UPDATE fencepost.ticket SET nonce = nonce")
+            assert take(conn, "reports") is None
+        assert take(conn, "reports") is not None  # the control
+
+
 def test_a_letter_of_a_caller_with_its_own_transaction_cannot_be_given_to_a_runner(domain18: Database) -> None:
     reports = of(Fragile())
     with domain18.connect() as conn:

@@ -49,18 +49,25 @@ BEGIN
         CASE WHEN p_unhandled THEN 'due, declared unhandled' ELSE 'due' END);
 END $$;
 
--- Takes one due letter of a consumer. Committed at once, before anything is handled, so that one which brings its process
--- down is met again only after `p_lease`, and after `p_takes` times by nobody until an operator says so again.
+-- Takes one due letter of a consumer, none on a disarmed database: what was due when a copy was made is not due in the copy.
+-- Committed at once, before anything is handled, so that one which brings its process down is met again only after `p_lease`,
+-- and after `p_takes` times by nobody until an operator says so again.
 CREATE OR REPLACE FUNCTION fencepost.take_dead_letter(
     p_consumer text, p_lease interval, p_takes integer, OUT id bigint, OUT coordinates text, OUT headers jsonb, OUT payload bytea)
-RETURNS SETOF record LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+RETURNS SETOF record LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    LOCK TABLE fencepost.gate IN ROW SHARE MODE;
+    IF NOT fencepost.armed() THEN
+        RETURN;
+    END IF;
+    RETURN QUERY
     UPDATE fencepost.dead_letter AS d
     SET takes = d.takes + 1, due_at = CASE WHEN d.takes + 1 < p_takes THEN clock_timestamp() + p_lease END
     WHERE d.id = (SELECT f.id FROM fencepost.dead_letter AS f
                   WHERE f.consumer = p_consumer AND f.due_at <= now()
                   ORDER BY f.due_at LIMIT 1 FOR UPDATE SKIP LOCKED)
-    RETURNING d.id, d.coordinates, d.headers, d.payload
-$$;
+    RETURNING d.id, d.coordinates, d.headers, d.payload;
+END $$;
 
 -- Settles a letter that was taken, in the transaction that handles it and before its handler runs. Reserved or a duplicate: it
 -- goes. Set aside again: of the letters of this delivery the youngest stays, and is not due.
