@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
 
-import asyncpg  # type: ignore[import-not-found,unused-ignore]
+import asyncpg  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from confluent_kafka import Producer
 from txoutbox import Relay, RelayConfig  # type: ignore[import-not-found,unused-ignore]
 from txoutbox.adapters.postgres import PostgresStorage  # type: ignore[import-not-found,unused-ignore]

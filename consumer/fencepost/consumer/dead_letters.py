@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, LiteralString
 
-import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg.types.json import Jsonb
 
@@ -16,6 +15,7 @@ from fencepost.consumer.outcomes import Handled, Outcome
 from fencepost.consumer.retries import settle, settle_async
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import FencepostError, FromDatabase, Undecodable
+from fencepost.schemas.transaction import driver_error
 
 __all__ = ["describe", "handler_failed", "handler_failed_async", "undecodable", "undecodable_async"]
 
@@ -68,8 +68,8 @@ def describe(error: BaseException) -> str:
     Never its message, which may quote a payload or a row.
     """
     parts = [type(error).__name__]
-    if isinstance(error, psycopg.Error):
-        parts.extend(part for part in (error.sqlstate, error.diag.constraint_name) if part)
+    if (driver := driver_error(error)) is not None:
+        parts.extend(part for part in (driver.sqlstate, driver.diag.constraint_name) if part)
     if isinstance(error, Undecodable):
         parts.append(error.reason)
     if isinstance(error, FencepostError) and error.field:

@@ -25,9 +25,10 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.executors import attempts
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
-from fencepost.consumer.runner import Again, RunnerOptions, Tries
+from fencepost.consumer.runner import Again, RunnerOptions, Tries, require_fit
 from fencepost.consumer.signals import stop_on_signals
 from fencepost.consumer.topics import TopicIds, retentions
+from fencepost.consumer.transactions import AsyncDatabase, Database
 from fencepost.consumer.upkeep import Upkeep
 from fencepost.schemas.errors import ConfigError, Unreachable
 
@@ -83,14 +84,14 @@ class _Lane:
 class KafkaRunner:
     """Feeds an inbox from Kafka topics until it is stopped; every event is handled or a dead letter, none is skipped.
 
-    ``group`` is the consumer's name unless given. ``config`` adds librdkafka settings (security, timeouts); those that
-    would acknowledge unfinished work are refused with ConfigError.
+    ``database`` as of `Inbox.handle`. ``group`` is the consumer's name unless given. ``config`` adds librdkafka
+    settings (security, timeouts); those that would acknowledge unfinished work are refused with ConfigError.
     """
 
     def __init__(
         self,
         inbox: Inbox[Any] | AsyncInbox[Any],
-        dsn: str,
+        database: Database | AsyncDatabase,
         *,
         bootstrap: str,
         topics: Sequence[str],
@@ -106,7 +107,8 @@ class KafkaRunner:
         self._options = options or RunnerOptions()
         self._bootstrap = bootstrap
         self._topics = list(topics)
-        self._dsn = dsn
+        self._database = database
+        require_fit(inbox, database)
         self._inbox = inbox
         self._config: dict[str, object] = {
             **_DEFAULT,
@@ -137,9 +139,9 @@ class KafkaRunner:
                 return self.run(signalled)
         self._draining, self._fatal = False, None
         consumer = self._consumer()
-        running = attempts(self._inbox, self._dsn, self._options)
+        running = attempts(self._inbox, self._database, self._options)
         self._start, self._retry, self._retrying = running.start, running.retry, None
-        upkeep = Upkeep(self._inbox.consumer, self._dsn, topics=lambda: retentions(self._config, self._topics))
+        upkeep = Upkeep(self._inbox.consumer, self._database, topics=lambda: retentions(self._config, self._topics))
         try:
             self._connect(consumer, stop)
             upkeep.start()

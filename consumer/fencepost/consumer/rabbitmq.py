@@ -33,8 +33,9 @@ from yarl import URL
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
-from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries
+from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries, require_fit
 from fencepost.consumer.signals import stop_on_signals
+from fencepost.consumer.transactions import AsyncDatabase, Database
 from fencepost.consumer.upkeep import Upkeep
 from fencepost.schemas.errors import ConfigError, Unreachable
 
@@ -60,15 +61,15 @@ class _Connection(aio_pika.Connection):
 class RabbitRunner:
     """Feeds an inbox from one queue until it is stopped; every message is handled or a dead letter, none is dropped.
 
-    The queue must exist, unless ``declare``: then a durable topic exchange, a quorum queue bound to it by
-    ``routing_keys`` and limited to ``delivery_limit`` deliveries, and a queue ``<queue>.dead`` for what exceeds the
-    limit are declared. ``prefetch`` bounds what is unacknowledged at a time.
+    ``database`` as of `Inbox.handle`. The queue must exist, unless ``declare``: then a durable topic exchange, a quorum
+    queue bound to it by ``routing_keys`` and limited to ``delivery_limit`` deliveries, and a queue ``<queue>.dead`` for
+    what exceeds the limit are declared. ``prefetch`` bounds what is unacknowledged at a time.
     """
 
     def __init__(
         self,
         inbox: Inbox[Any] | AsyncInbox[Any],
-        dsn: str,
+        database: Database | AsyncDatabase,
         *,
         url: str,
         queue: str,
@@ -88,7 +89,9 @@ class RabbitRunner:
         if not 1 <= delivery_limit <= 1_000_000:
             raise ConfigError("delivery_limit is not between 1 and 1000000", field="delivery_limit")
         self._inbox = inbox
-        self._dsn = dsn
+        self._database = database
+        require_fit(inbox, database)
+        require_fit(inbox, database)
         self._url = url
         self._queue = queue
         self._exchange = exchange
@@ -112,8 +115,8 @@ class RabbitRunner:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """As `run`, in the caller's event loop."""
-        serving = _Serving(self._inbox, self._dsn, self._options, stop)
-        upkeep = Upkeep(self._inbox.consumer, self._dsn)
+        serving = _Serving(self._inbox, self._database, self._options, stop)
+        upkeep = Upkeep(self._inbox.consumer, self._database)
         upkeep.start()
         serving.give_back()
         try:
@@ -279,7 +282,11 @@ class _Serving:
     """The deliveries in hand: they outlive the session that brought them, their acknowledgement does not."""
 
     def __init__(
-        self, inbox: Inbox[Any] | AsyncInbox[Any], dsn: str, options: RunnerOptions, stop: asyncio.Event
+        self,
+        inbox: Inbox[Any] | AsyncInbox[Any],
+        database: Database | AsyncDatabase,
+        options: RunnerOptions,
+        stop: asyncio.Event,
     ) -> None:
         self._options = options
         self._stop = stop
@@ -291,9 +298,9 @@ class _Serving:
         self._sync: Handling | None = None
         self._async: AsyncHandling | None = None
         if isinstance(inbox, AsyncInbox):
-            self._async = AsyncHandling(inbox, dsn, options)
+            self._async = AsyncHandling(inbox, cast(AsyncDatabase, database), options)
         else:
-            self._sync = Handling(inbox, dsn, options)
+            self._sync = Handling(inbox, cast(Database, database), options)
             self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="fencepost-consumer")
 
     def take(self, session: _Session, message: AbstractIncomingMessage, delivery: Delivery) -> None:

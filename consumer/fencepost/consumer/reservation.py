@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, LiteralString
 
-from psycopg import AsyncConnection, Connection
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
@@ -19,6 +18,7 @@ from fencepost.consumer.retries import settle, settle_async
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
+from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async
 
 __all__ = ["reserve_in", "reserve_in_async"]
 
@@ -34,7 +34,7 @@ _DONE = (Reserved.RESERVED, Reserved.DUPLICATE)
 
 
 def reserve_in(
-    tx: Connection[Any],
+    tx: Transaction,
     consumer: str,
     envelope: Envelope,
     coordinates: str,
@@ -44,19 +44,22 @@ def reserve_in(
 ) -> Reservation:
     """Reserves the operation for ``consumer`` in the caller's transaction, and never commits.
 
-    Verifies the digest first. Settles ``dead_letter``, where the delivery is one that was given back. Raises Undecodable, InvalidInput, and what PostgreSQL raises: serialization failures
-    (retry the whole transaction) and, under a lock_timeout, LockNotAvailable.
+    Verifies the digest first. Settles ``dead_letter``, where the delivery is one that was given back. ``tx`` as of
+    `fencepost.consumer.handoff.submit`. Raises Undecodable, InvalidInput, WrongTransaction where no transaction is
+    open, and what PostgreSQL raises: serialization failures (retry the whole transaction) and, under a lock_timeout,
+    LockNotAvailable.
     """
     values = _values(consumer, envelope, coordinates, headers)
-    with tx.cursor(row_factory=tuple_row) as cursor:
+    conn = connection_of(tx)
+    with conn.cursor(row_factory=tuple_row) as cursor:
         reservation = _reservation(cursor.execute(RESERVE, values).fetchone())
     if dead_letter is not None:
-        settle(tx, consumer, dead_letter, gone=reservation.outcome in _DONE)
+        settle(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
     return reservation
 
 
 async def reserve_in_async(
-    tx: AsyncConnection[Any],
+    tx: AsyncTransaction,
     consumer: str,
     envelope: Envelope,
     coordinates: str,
@@ -66,10 +69,11 @@ async def reserve_in_async(
 ) -> Reservation:
     """As `reserve_in`, for asyncio."""
     values = _values(consumer, envelope, coordinates, headers)
-    async with tx.cursor(row_factory=tuple_row) as cursor:
+    conn = await connection_of_async(tx)
+    async with conn.cursor(row_factory=tuple_row) as cursor:
         reservation = _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
     if dead_letter is not None:
-        await settle_async(tx, consumer, dead_letter, gone=reservation.outcome in _DONE)
+        await settle_async(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
     return reservation
 
 

@@ -1,7 +1,7 @@
 """What every runner does with one delivery: handle it, and decide on a failure between trying again and setting aside.
 
 A failure of the handler counts; after ``max_attempts`` the delivery becomes a dead letter and its queue goes on.
-What is not the handler's fault never counts: a database that cannot be reached, a copy handled elsewhere, a lost
+What is not the handler's fault never counts: a database that cannot be reached or used, a copy handled elsewhere, a lost
 serialization race. Those are tried again for as long as it takes, with capped backoff, and nothing is acknowledged.
 """
 
@@ -11,18 +11,19 @@ import logging
 import random
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 
 from fencepost.consumer import dead_letters, retries
-from fencepost.consumer.connections import AsyncConnections, Connections
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled, Outcome
-from fencepost.schemas.errors import ConfigError, FencepostError, InvalidInput, NotDispatched
+from fencepost.consumer.transactions import AsyncDatabase, Database, async_transactions_of, transactions_of
+from fencepost.schemas.errors import ConfigError, InvalidInput, NotDispatched
+from fencepost.schemas.transaction import driver_error
 
-__all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries"]
+__all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries", "require_fit"]
 
 log = logging.getLogger("fencepost.consumer")
 
@@ -115,98 +116,109 @@ class Tries:
 class Handling:
     """One sync inbox with the connections its handlers use; for threads."""
 
-    def __init__(self, inbox: Inbox[Any], dsn: str, options: RunnerOptions) -> None:
+    def __init__(self, inbox: Inbox[Any], database: Database, options: RunnerOptions) -> None:
         self._inbox = inbox
-        self._connections = Connections(dsn, limit=options.concurrency)
+        self._transactions = transactions_of(database, inbox.handler, options.concurrency)
 
     def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         """Tries once. `Handled` is committed and may be acknowledged; after `Again` nothing may."""
         try:
-            return _told(self._inbox.handle(self._connections, delivery))
+            return _told(self._inbox.handle(self._transactions, delivery))
         except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
             if (again := tries.failed(error, delivery)) is not None:
                 return again
             failure = error
         try:
-            with self._connections.connection() as conn, conn.transaction():
-                return dead_letters.handler_failed(conn, self._inbox.consumer, delivery, failure, tries.failures)
-        except (psycopg.Error, NotDispatched) as error:
+            with self._transactions.begin() as begun:
+                return dead_letters.handler_failed(begun.conn, self._inbox.consumer, delivery, failure, tries.failures)
+        except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
             return _unrecorded(error, delivery)
 
     def retry(self) -> bool:
         """Handles one dead letter that was given back; False when there is none. Raises nothing that a handler raises."""
         try:
-            with self._connections.connection() as conn, conn.transaction():
-                delivery = retries.take(conn, self._inbox.consumer)
+            with self._transactions.begin() as begun:
+                delivery = retries.take(begun.conn, self._inbox.consumer)
             if delivery is None:
                 return False
             try:
-                _told(self._inbox.handle(self._connections, delivery))
+                _told(self._inbox.handle(self._transactions, delivery))
             except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
                 if _failed_again(error, delivery):
-                    with self._connections.connection() as conn, conn.transaction():
-                        dead_letters.handler_failed(conn, self._inbox.consumer, delivery, error, 1)
-        except (psycopg.Error, FencepostError) as error:
+                    with self._transactions.begin() as begun:
+                        dead_letters.handler_failed(begun.conn, self._inbox.consumer, delivery, error, 1)
+        except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
             log.warning("a dead letter was not taken: %s", dead_letters.describe(error))
             return False
         return True
 
     def close(self) -> None:
-        """Closes idle connections."""
-        self._connections.close()
+        """Closes the connections that were opened here."""
+        self._transactions.close()
 
 
 class AsyncHandling:
     """As `Handling`, for asyncio."""
 
-    def __init__(self, inbox: AsyncInbox[Any], dsn: str, options: RunnerOptions) -> None:
+    def __init__(self, inbox: AsyncInbox[Any], database: AsyncDatabase, options: RunnerOptions) -> None:
         self._inbox = inbox
-        self._connections = AsyncConnections(dsn, limit=options.concurrency)
+        self._transactions = async_transactions_of(database, inbox.handler, options.concurrency)
 
     async def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         """As `Handling.attempt`."""
         try:
-            return _told(await self._inbox.handle(self._connections, delivery))
+            return _told(await self._inbox.handle(self._transactions, delivery))
         except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
             if (again := tries.failed(error, delivery)) is not None:
                 return again
             failure = error
         try:
-            async with self._connections.connection() as conn, conn.transaction():
+            async with self._transactions.begin() as begun:
                 return await dead_letters.handler_failed_async(
-                    conn, self._inbox.consumer, delivery, failure, tries.failures
+                    begun.conn, self._inbox.consumer, delivery, failure, tries.failures
                 )
-        except (psycopg.Error, NotDispatched) as error:
+        except Exception as error:  # noqa: BLE001  # as in Handling
             return _unrecorded(error, delivery)
 
     async def retry(self) -> bool:
         """As `Handling.retry`."""
         try:
-            async with self._connections.connection() as conn, conn.transaction():
-                delivery = await retries.take_async(conn, self._inbox.consumer)
+            async with self._transactions.begin() as begun:
+                delivery = await retries.take_async(begun.conn, self._inbox.consumer)
             if delivery is None:
                 return False
             try:
-                _told(await self._inbox.handle(self._connections, delivery))
+                _told(await self._inbox.handle(self._transactions, delivery))
             except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
                 if _failed_again(error, delivery):
-                    async with self._connections.connection() as conn, conn.transaction():
-                        await dead_letters.handler_failed_async(conn, self._inbox.consumer, delivery, error, 1)
-        except (psycopg.Error, FencepostError) as error:
+                    async with self._transactions.begin() as begun:
+                        await dead_letters.handler_failed_async(begun.conn, self._inbox.consumer, delivery, error, 1)
+        except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
             log.warning("a dead letter was not taken: %s", dead_letters.describe(error))
             return False
         return True
 
     async def close(self) -> None:
-        """Closes idle connections."""
-        await self._connections.close()
+        """Closes the connections that were opened here."""
+        await self._transactions.close()
+
+
+def require_fit(inbox: Inbox[Any] | AsyncInbox[Any], database: Database | AsyncDatabase) -> None:
+    """ConfigError (``database``) where this database lends what the handler does not take; opens nothing."""
+    if isinstance(inbox, AsyncInbox):
+        async_transactions_of(cast(AsyncDatabase, database), inbox.handler)
+    else:
+        transactions_of(cast(Database, database), inbox.handler)
 
 
 def _transient(error: Exception) -> bool:
     if isinstance(error, NotDispatched):
         return True
-    if isinstance(error, psycopg.OperationalError):
-        return error.sqlstate is None or error.sqlstate.startswith(_NOT_THE_HANDLERS_FAULT)
+    if isinstance(error, ConfigError) and error.field == "database":
+        return True
+    driver = driver_error(error)
+    if isinstance(driver, psycopg.OperationalError):
+        return driver.sqlstate is None or driver.sqlstate.startswith(_NOT_THE_HANDLERS_FAULT)
     return False
 
 

@@ -103,20 +103,21 @@ class Upkeep:
     """Runs beside a consumer in a daemon thread of its own, and never brings the process down.
 
     ``topics`` tells the broker's retention in milliseconds by topic, -1 for ever; empty where it cannot be read. One
-    process of a consumer purges at a time. A login without the role maintenance is told once, and only notes.
+    process of a consumer purges at a time. A login without the role maintenance is told once, and only notes. Needs a
+    connection string: beside a pool, an engine or Django it does nothing, and `fencepost inbox purge` is there.
     """
 
     def __init__(
         self,
         consumer: str,
-        dsn: str,
+        database: object,
         *,
         topics: Callable[[], Mapping[str, int]] | None = None,
         seconds: float = TURN_SECONDS,
         grace: timedelta = GRACE,
     ) -> None:
         self._consumer = consumer
-        self._dsn = dsn
+        self._dsn = database if isinstance(database, str) else None
         self._topics = topics
         self._seconds = seconds
         self._owner = uuid4()
@@ -127,6 +128,9 @@ class Upkeep:
 
     def start(self) -> None:
         """Starts the thread; returns at once."""
+        if self._dsn is None:
+            log.info("%s: no upkeep without a connection string; run `fencepost inbox purge`", self._consumer)
+            return
         self._thread.start()
 
     def stop(self, within: float = 5.0) -> None:
@@ -141,7 +145,7 @@ class Upkeep:
             try:
                 if self._topics is None and not self._may_purge:
                     return
-                with connect(self._dsn, autocommit=True) as conn:
+                with connect(self._dsn or "", autocommit=True) as conn:
                     self._note(conn)
                     pause = self._seconds
                     while self._may_purge and self._turn(conn) and not self._stopping.is_set():
