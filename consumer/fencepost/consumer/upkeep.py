@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -42,6 +43,8 @@ BATCH = 1000
 BATCHES_PER_TURN = 50
 GRACE = timedelta(hours=1)
 TURN_SECONDS = 60.0
+# What was kept when it was looked at may have to go later: from the beginning again, once a day.
+RESTART_SECONDS = 86_400.0
 PAUSE_SECONDS_MAX = 600.0
 
 log = logging.getLogger("fencepost.consumer.upkeep")
@@ -121,7 +124,9 @@ class Upkeep:
         self._topics = topics
         self._seconds = seconds
         self._owner = uuid4()
+        self._grace = grace
         self._purge = Purge(consumer, grace=grace)
+        self._restart_at = time.monotonic() + RESTART_SECONDS
         self._may_purge = True
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fencepost-upkeep", daemon=True)
@@ -174,6 +179,9 @@ class Upkeep:
         row = conn.execute(LEASE, {"consumer": self._consumer, "owner": self._owner}).fetchone()
         if row is None or row[0] is not True:
             return False
+        if time.monotonic() >= self._restart_at:
+            self._purge = Purge(self._consumer, grace=self._grace)
+            self._restart_at = time.monotonic() + RESTART_SECONDS
         done = self._purge.turn(conn)
         if done.reservations or done.deliveries:
             log.info(
