@@ -225,15 +225,17 @@ def test_batches_are_bounded_go_on_where_they_ended_and_pass_over_what_is_kept(d
     assert (left(domain), left(domain, "delivery")) == (20, 0)
 
 
+@pytest.mark.parametrize("earlier", [True, False], ids=["horizon committed before", "horizon in the same commit"])
 def test_a_copy_in_flight_while_its_history_is_deleted_waits_and_is_refused(
-    domain: Database, threads: ThreadPoolExecutor
+    domain: Database, threads: ThreadPoolExecutor, earlier: bool
 ) -> None:
     old = aged(30)
     handled(domain, old, days=30)
     declare(domain)
     with domain.connect() as purging:
-        with domain.connect(autocommit=True) as conn:
-            conn.execute("SELECT fencepost.advance_horizon('reports')")
+        purging.execute("SELECT fencepost.advance_horizon('reports')")
+        if earlier:
+            purging.commit()
         purging.execute("SELECT fencepost.purge_reservations('reports', '-infinity', 10)")
         copy = threads.submit(reports.handle, domain.dsn, from_kafka(old, 5))
         wait_until_waiting(domain, "%reserve%")
