@@ -135,8 +135,8 @@ def test_a_failed_flush_that_was_swallowed_is_never_a_commit(domain18: Database,
         act.run(act.tx.rollback())
         act.tx.add(Thing(name="c"))
 
-    for offset, body in enumerate((again, rolled_back), 1):
-        with pytest.raises(CommitWasRollback):
+    for offset, (body, told) in enumerate(((again, "swallowed"), (rolled_back, "ended")), 1):
+        with pytest.raises(CommitWasRollback, match=told):
             kind.deliver(domain18.dsn, kind.inbox(body), from_kafka(envelope(operation=f"op-{offset + 1}"), offset))
 
     def at_the_commit(act: Act, event: Submitted) -> None:
