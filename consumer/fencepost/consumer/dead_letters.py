@@ -26,9 +26,6 @@ SELECT fencepost.dead_letter(
     %(meaning)s::bytea)
 """
 
-# The type is known and the version is not: a newer sender, as a rule; the rest of what cannot be read is undecodable.
-_REASONS = {"unknown_type": "unknown_type", "unknown_version": "newer_version"}
-
 
 def undecodable(tx: Connection[Any], consumer: str, delivery: Delivery, error: Undecodable) -> Handled:
     """Keeps a delivery that cannot be read, in the caller's transaction; again is the same row, counted."""
@@ -92,7 +89,8 @@ async def _keep_async(tx: AsyncConnection[Any], consumer: str, delivery: Deliver
 
 
 def _undecodable(consumer: str, delivery: Delivery, envelope: Envelope | None, error: Undecodable) -> dict[str, object]:
-    reason = _REASONS.get(error.reason, "undecodable")
+    # A type or version that this consumer does not know yet is no fault of the event: an upgrade makes it readable.
+    reason = error.reason if error.reason in ("unknown_type", "newer_version") else "undecodable"
     return _values(consumer, delivery, envelope, reason, error.field, error.reason, 1)
 
 

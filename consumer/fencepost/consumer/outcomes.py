@@ -19,7 +19,7 @@ class Outcome(StrEnum):
     conflict: the operation, or the delivery, was seen before with another meaning; kept as a dead letter, nothing ran.
     before_horizon: nothing is known of it, and it is older than what this consumer remembers; kept as a dead letter,
     nothing ran.
-    undecodable: it cannot be read; kept as a dead letter, nothing ran.
+    undecodable: it cannot be read, or its type or version is not known here yet; kept as a dead letter, nothing ran.
     handler_failed: the handler failed as often as allowed; kept as a dead letter, nothing of it was committed.
     """
 
