@@ -119,7 +119,7 @@ def test_what_was_purged_is_refused_as_before_the_horizon_and_never_handled_agai
 
 def test_rows_within_the_grace_behind_the_horizon_are_kept_and_still_recognised(domain: Database) -> None:
     late = aged(7.02)
-    handled(domain, late, days=7.02)
+    handled(domain, late, days=30)
     declare(domain)
     assert purge(domain).reservations == 0
     assert reports.handle(domain.dsn, from_kafka(late, 5)).outcome is Outcome.DUPLICATE

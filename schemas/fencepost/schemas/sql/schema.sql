@@ -1186,7 +1186,7 @@ END $$;
 -- Only then are rows deleted, and a grace period behind it, so that copies which are a little late are still recognised.
 
 -- Advances the horizon of a consumer to where its replay window begins now; null where it remembers for ever.
--- Waits at most two seconds for transactions above READ COMMITTED, which hold on to the horizon they have read.
+-- Waits at most two seconds for whoever changes the consumer's retention.
 CREATE OR REPLACE FUNCTION fencepost.advance_horizon(p_consumer text)
 RETURNS timestamptz LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '2s' AS $$
 DECLARE
@@ -1312,9 +1312,8 @@ BEGIN
         -- Invariant: inserted first, the horizon read by a later statement. Whatever purge hid an older reservation from the
         -- insertion has committed, and its horizon before it, so this statement sees it.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
-            -- This snapshot may be older: both statements raise 40001 if the row came, or was changed, after it.
+            -- This snapshot may be older than that: raises 40001 if the row came, or was changed, after it.
             INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
-            PERFORM FROM fencepost.consumer AS c WHERE c.consumer = p_consumer FOR SHARE;
         END IF;
         SELECT coalesce(f.horizon, c.horizon) INTO v_horizon
         FROM fencepost.consumer AS c LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = c.consumer AND f.type = p_type

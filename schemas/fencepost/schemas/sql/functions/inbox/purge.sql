@@ -2,7 +2,7 @@
 -- Only then are rows deleted, and a grace period behind it, so that copies which are a little late are still recognised.
 
 -- Advances the horizon of a consumer to where its replay window begins now; null where it remembers for ever.
--- Waits at most two seconds for transactions above READ COMMITTED, which hold on to the horizon they have read.
+-- Waits at most two seconds for whoever changes the consumer's retention.
 CREATE OR REPLACE FUNCTION fencepost.advance_horizon(p_consumer text)
 RETURNS timestamptz LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '2s' AS $$
 DECLARE
