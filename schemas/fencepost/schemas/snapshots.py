@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date, timedelta
@@ -24,6 +25,7 @@ from fencepost.schemas.wire_schema import schema_of
 __all__ = ["Broken", "Revision", "Snapshot", "Verdict", "compare", "load", "record"]
 
 SUFFIX = ".json"
+_NAME = re.compile(r".+\.v\d+\.json\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,14 @@ class Verdict:
 
 
 def load(folder: Path) -> dict[str, Snapshot]:
-    """The snapshots in a folder by their type on the wire, or ConfigError naming the file; a missing folder has none."""
+    """The snapshots in a folder by their type on the wire, or ConfigError naming the file; a missing folder has none.
+
+    Files of other names are left alone.
+    """
     found: dict[str, Snapshot] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
+        if _NAME.match(path.name) is None:
+            continue
         snapshot = _read(path)
         if path.name != snapshot.name + SUFFIX:
             raise ConfigError(f"{path} holds {snapshot.name}", field="snapshots", hint="a file is named after its type")
