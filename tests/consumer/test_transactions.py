@@ -26,6 +26,7 @@ from fencepost.consumer.kafka import KafkaRunner
 from fencepost.consumer.outcomes import Busy, Handled, Outcome
 from fencepost.consumer.rabbitmq import RabbitRunner
 from fencepost.consumer.reservation import reserve_in
+from fencepost.consumer.retries import take
 from fencepost.consumer.runner import Again, Handling, RunnerOptions, Tries
 from fencepost.relay import outbox
 from fencepost.schemas import amqp_binding, kafka_binding
@@ -90,6 +91,40 @@ def test_reservation_change_and_job_are_one_commit_and_a_raise_takes_all_of_it(d
         Outcome.HANDLED,
     ]
     assert (done(domain), kept(domain)) == (["op-1", "op-2"], (2, 2, 2))
+
+
+@every_kind
+def test_a_dead_letter_is_settled_in_the_commit_that_handles_it_and_stays_with_a_raise(
+    domain18: Database, kind: Kind
+) -> None:
+    failed = Handling(inbox(consumer="reports")(_failing), domain18.dsn, RunnerOptions(max_attempts=1))
+    failed.attempt(from_kafka(envelope()), Tries(RunnerOptions(max_attempts=1)))
+    failed.close()
+    with domain18.connect() as conn:
+        conn.execute("UPDATE fencepost.dead_letter SET due_at = now()")
+    with domain18.connect() as conn:
+        taken = take(conn, "reports")
+    assert taken is not None
+    fails = True
+
+    def body(act: Act, event: Submitted) -> None:
+        act.insert(event)
+        if fails:
+            raise ValueError("a bug")
+
+    handler = kind.inbox(body)
+    assert handler.consumer == "reports"
+    with pytest.raises(ValueError, match="a bug"):
+        kind.deliver(domain18.dsn, handler, taken)
+    assert (done(domain18), kept(domain18)) == ([], (0, 0, 1))
+    fails = False
+    (handled,) = kind.deliver(domain18.dsn, handler, taken)
+    assert handled.outcome is Outcome.HANDLED
+    assert (done(domain18), kept(domain18)) == (["op-1"], (1, 0, 0))
+
+
+def _failing(tx: Connection[Any], event: Submitted) -> None:
+    raise ValueError("a bug")
 
 
 @every_kind

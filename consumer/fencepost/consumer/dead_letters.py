@@ -12,6 +12,7 @@ from psycopg.types.json import Jsonb
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Handled, Outcome
+from fencepost.consumer.retries import settle, settle_async
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import FencepostError, FromDatabase, Undecodable
 from fencepost.schemas.transaction import driver_error
@@ -21,21 +22,22 @@ __all__ = ["describe", "handler_failed", "handler_failed_async", "undecodable", 
 DEAD_LETTER: LiteralString = """
 SELECT fencepost.dead_letter(
     %(consumer)s, %(coordinates)s, %(reason)s, %(field)s, %(detail)s, %(tenant)s, %(operation)s, %(type)s,
-    %(version)s::integer, %(event_id)s::uuid, %(attempts)s::integer, %(headers)s::jsonb, %(payload)s::bytea)
+    %(version)s::integer, %(event_id)s::uuid, %(attempts)s::integer, %(headers)s::jsonb, %(payload)s::bytea,
+    %(meaning)s::bytea)
 """
 
 
 def undecodable(tx: Connection[Any], consumer: str, delivery: Delivery, error: Undecodable) -> Handled:
     """Keeps a delivery that cannot be read, in the caller's transaction; again is the same row, counted."""
     envelope = _envelope(delivery)
-    tx.execute(DEAD_LETTER, _undecodable(consumer, delivery, envelope, error))
+    _keep(tx, consumer, delivery, _undecodable(consumer, delivery, envelope, error))
     return _handled(Outcome.UNDECODABLE, delivery, envelope, error.reason, error.field)
 
 
 async def undecodable_async(tx: AsyncConnection[Any], consumer: str, delivery: Delivery, error: Undecodable) -> Handled:
     """As `undecodable`, for asyncio."""
     envelope = _envelope(delivery)
-    await tx.execute(DEAD_LETTER, _undecodable(consumer, delivery, envelope, error))
+    await _keep_async(tx, consumer, delivery, _undecodable(consumer, delivery, envelope, error))
     return _handled(Outcome.UNDECODABLE, delivery, envelope, error.reason, error.field)
 
 
@@ -44,7 +46,7 @@ def handler_failed(
 ) -> Handled:
     """Keeps a delivery whose handler failed ``attempts`` times, in the caller's transaction."""
     envelope = _envelope(delivery)
-    tx.execute(DEAD_LETTER, _failed(consumer, delivery, envelope, error, attempts))
+    _keep(tx, consumer, delivery, _failed(consumer, delivery, envelope, error, attempts))
     return _handled(Outcome.HANDLER_FAILED, delivery, envelope, type(error).__name__, None)
 
 
@@ -53,7 +55,7 @@ async def handler_failed_async(
 ) -> Handled:
     """As `handler_failed`, for asyncio."""
     envelope = _envelope(delivery)
-    await tx.execute(DEAD_LETTER, _failed(consumer, delivery, envelope, error, attempts))
+    await _keep_async(tx, consumer, delivery, _failed(consumer, delivery, envelope, error, attempts))
     return _handled(Outcome.HANDLER_FAILED, delivery, envelope, type(error).__name__, None)
 
 
@@ -72,6 +74,18 @@ def describe(error: BaseException) -> str:
     if isinstance(error, FencepostError) and not isinstance(error, FromDatabase | Undecodable):
         parts.append(error.message)
     return " ".join(parts)
+
+
+def _keep(tx: Connection[Any], consumer: str, delivery: Delivery, values: dict[str, object]) -> None:
+    tx.execute(DEAD_LETTER, values)
+    if delivery.dead_letter is not None:
+        settle(tx, consumer, delivery.dead_letter, gone=False)
+
+
+async def _keep_async(tx: AsyncConnection[Any], consumer: str, delivery: Delivery, values: dict[str, object]) -> None:
+    await tx.execute(DEAD_LETTER, values)
+    if delivery.dead_letter is not None:
+        await settle_async(tx, consumer, delivery.dead_letter, gone=False)
 
 
 def _undecodable(consumer: str, delivery: Delivery, envelope: Envelope | None, error: Undecodable) -> dict[str, object]:
@@ -109,7 +123,15 @@ def _values(
         "attempts": attempts,
         "headers": Jsonb(delivery.stored_headers()),
         "payload": delivery.body,
+        "meaning": envelope and _meaning(envelope),
     }
+
+
+def _meaning(envelope: Envelope) -> bytes | None:
+    try:
+        return envelope.meaning.raw
+    except Undecodable:
+        return None
 
 
 def _envelope(delivery: Delivery) -> Envelope | None:

@@ -32,6 +32,10 @@ class Threads:
         """Starts one attempt."""
         return self._pool.submit(self._handling.attempt, delivery, tries)
 
+    def retry(self) -> Future[bool]:
+        """Starts handling one dead letter that was given back; False when there is none."""
+        return self._pool.submit(self._handling.retry)
+
     def close(self) -> None:
         """Starts nothing more; an attempt that still runs ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -51,6 +55,14 @@ class EventLoop:
     def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
         """Starts one attempt."""
         return asyncio.run_coroutine_threadsafe(self._attempt(delivery, tries), self._loop)
+
+    def retry(self) -> Future[bool]:
+        """As `Threads.retry`."""
+        return asyncio.run_coroutine_threadsafe(self._retry(), self._loop)
+
+    async def _retry(self) -> bool:
+        async with self._slots:
+            return await self._handling.retry()
 
     async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         async with self._slots:

@@ -26,6 +26,7 @@ from psycopg import IsolationLevel
 from psycopg.rows import tuple_row
 
 from fencepost.consumer import dead_letters
+from fencepost.consumer.copies import AsyncCopies, Copies
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved
 from fencepost.consumer.reading import Arrived, Reading
@@ -75,6 +76,7 @@ class _Inbox(Generic[H]):
         self.handler = handler
         self.wait_seconds = wait_seconds
         self.isolation = isolation
+        self._copies, self._async_copies = Copies(), AsyncCopies()
         self.reading = Reading.of(handler)
         self.__doc__ = handler.__doc__
         self.__name__ = getattr(handler, "__name__", type(handler).__name__)
@@ -131,14 +133,20 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
             except Undecodable as error:
                 with transactions.begin() as begun:
                     return dead_letters.undecodable(begun.conn, self.consumer, delivery, error)
-            for tries in range(1, TRIES_MAX):
-                try:
-                    return self._once(transactions, delivery, arrived)
-                except Exception as error:  # SQLAlchemy and Django wrap those of psycopg
-                    if not _repeatable(error, transactions.renews):
-                        raise
-                time.sleep(_backoff(tries))
-            return self._once(transactions, delivery, arrived)
+            with self._copies.turn(_identity(arrived), self.wait_seconds) as mine:
+                if not mine:
+                    raise self._busy(arrived)
+                return self._repeated(transactions, delivery, arrived)
+
+    def _repeated(self, transactions: Transactions, delivery: Delivery, arrived: Arrived) -> Handled:
+        for tries in range(1, TRIES_MAX):
+            try:
+                return self._once(transactions, delivery, arrived)
+            except Exception as error:  # SQLAlchemy and Django wrap those of psycopg
+                if not _repeatable(error, transactions.renews):
+                    raise
+            time.sleep(_backoff(tries))
+        return self._once(transactions, delivery, arrived)
 
     def reserve_in(self, tx: Transaction, envelope: Envelope, coordinates: str) -> Reservation:
         """`fencepost.consumer.reservation.reserve_in` for this consumer; never commits, runs no handler."""
@@ -152,7 +160,12 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
             conn.execute(LOCK_TIMEOUT, self._wait)
             try:
                 reservation = reserve_in(
-                    conn, self.consumer, arrived.envelope, delivery.coordinates, headers=delivery.stored_headers()
+                    conn,
+                    self.consumer,
+                    arrived.envelope,
+                    delivery.coordinates,
+                    headers=delivery.stored_headers(),
+                    dead_letter=delivery.dead_letter,
                 )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
@@ -170,6 +183,8 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
                     outcome = Outcome.DUPLICATE
                 case Reserved.CONFLICT:
                     outcome = Outcome.CONFLICT
+                case Reserved.BEFORE_HORIZON:
+                    outcome = Outcome.BEFORE_HORIZON
                 case _:
                     assert_never(reservation.outcome)
         return self._handled(outcome, arrived, delivery, reservation)
@@ -191,14 +206,20 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
             except Undecodable as error:
                 async with transactions.begin() as begun:
                     return await dead_letters.undecodable_async(begun.conn, self.consumer, delivery, error)
-            for tries in range(1, TRIES_MAX):
-                try:
-                    return await self._once(transactions, delivery, arrived)
-                except Exception as error:
-                    if not _repeatable(error, transactions.renews):
-                        raise
-                await asyncio.sleep(_backoff(tries))
-            return await self._once(transactions, delivery, arrived)
+            async with self._async_copies.turn(_identity(arrived), self.wait_seconds) as mine:
+                if not mine:
+                    raise self._busy(arrived)
+                return await self._repeated(transactions, delivery, arrived)
+
+    async def _repeated(self, transactions: AsyncTransactions, delivery: Delivery, arrived: Arrived) -> Handled:
+        for tries in range(1, TRIES_MAX):
+            try:
+                return await self._once(transactions, delivery, arrived)
+            except Exception as error:  # as in Inbox
+                if not _repeatable(error, transactions.renews):
+                    raise
+            await asyncio.sleep(_backoff(tries))
+        return await self._once(transactions, delivery, arrived)
 
     async def reserve_in(self, tx: AsyncTransaction, envelope: Envelope, coordinates: str) -> Reservation:
         """As `Inbox.reserve_in`."""
@@ -212,7 +233,12 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
             await conn.execute(LOCK_TIMEOUT, self._wait)
             try:
                 reservation = await reserve_in_async(
-                    conn, self.consumer, arrived.envelope, delivery.coordinates, headers=delivery.stored_headers()
+                    conn,
+                    self.consumer,
+                    arrived.envelope,
+                    delivery.coordinates,
+                    headers=delivery.stored_headers(),
+                    dead_letter=delivery.dead_letter,
                 )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
@@ -230,6 +256,8 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
                     outcome = Outcome.DUPLICATE
                 case Reserved.CONFLICT:
                     outcome = Outcome.CONFLICT
+                case Reserved.BEFORE_HORIZON:
+                    outcome = Outcome.BEFORE_HORIZON
                 case _:
                     assert_never(reservation.outcome)
         return self._handled(outcome, arrived, delivery, reservation)
@@ -259,6 +287,11 @@ def inbox(*, consumer: str, wait_seconds: float = WAIT_SECONDS, isolation: Isola
         return Inbox[Any](handler, consumer, wait_seconds, isolation)
 
     return decorate
+
+
+def _identity(arrived: Arrived) -> tuple[str, str, str]:
+    envelope = arrived.envelope
+    return envelope.tenant, envelope.operation, envelope.type
 
 
 def _repeatable(error: Exception, renews: bool) -> bool:

@@ -14,6 +14,7 @@ from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
 from fencepost.consumer.outcomes import Reservation, Reserved
+from fencepost.consumer.retries import settle, settle_async
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
@@ -29,6 +30,8 @@ FROM fencepost.reserve(
 ) AS r
 """
 
+_DONE = (Reserved.RESERVED, Reserved.DUPLICATE)
+
 
 def reserve_in(
     tx: Transaction,
@@ -37,16 +40,22 @@ def reserve_in(
     coordinates: str,
     *,
     headers: list[list[object]] | None = None,
+    dead_letter: int | None = None,
 ) -> Reservation:
     """Reserves the operation for ``consumer`` in the caller's transaction, and never commits.
 
-    Verifies the digest first. ``tx`` as of `fencepost.consumer.handoff.submit`. Raises Undecodable, InvalidInput,
-    WrongTransaction where no transaction is open, and what PostgreSQL raises: serialization failures (retry the whole
-    transaction) and, under a lock_timeout, LockNotAvailable.
+    Verifies the digest first. Settles ``dead_letter``, where the delivery is one that was given back. ``tx`` as of
+    `fencepost.consumer.handoff.submit`. Raises Undecodable, InvalidInput, WrongTransaction where no transaction is
+    open, and what PostgreSQL raises: serialization failures (retry the whole transaction) and, under a lock_timeout,
+    LockNotAvailable.
     """
     values = _values(consumer, envelope, coordinates, headers)
-    with connection_of(tx).cursor(row_factory=tuple_row) as cursor:
-        return _reservation(cursor.execute(RESERVE, values).fetchone())
+    conn = connection_of(tx)
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        reservation = _reservation(cursor.execute(RESERVE, values).fetchone())
+    if dead_letter is not None:
+        settle(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
+    return reservation
 
 
 async def reserve_in_async(
@@ -56,11 +65,16 @@ async def reserve_in_async(
     coordinates: str,
     *,
     headers: list[list[object]] | None = None,
+    dead_letter: int | None = None,
 ) -> Reservation:
     """As `reserve_in`, for asyncio."""
     values = _values(consumer, envelope, coordinates, headers)
-    async with (await connection_of_async(tx)).cursor(row_factory=tuple_row) as cursor:
-        return _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
+    conn = await connection_of_async(tx)
+    async with conn.cursor(row_factory=tuple_row) as cursor:
+        reservation = _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
+    if dead_letter is not None:
+        await settle_async(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
+    return reservation
 
 
 def _values(

@@ -15,18 +15,19 @@ from typing import Any, cast
 
 import psycopg
 
-from fencepost.consumer import dead_letters
+from fencepost.consumer import dead_letters, retries
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled, Outcome
 from fencepost.consumer.transactions import AsyncDatabase, Database, async_transactions_of, transactions_of
-from fencepost.schemas.errors import ConfigError, NotDispatched
+from fencepost.schemas.errors import ConfigError, InvalidInput, NotDispatched
 from fencepost.schemas.transaction import driver_error
 
 __all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries", "require_fit"]
 
 log = logging.getLogger("fencepost.consumer")
 
+_SET_ASIDE = (Outcome.CONFLICT, Outcome.UNDECODABLE, Outcome.BEFORE_HORIZON)
 # 08 connection, 40 rollback for concurrency, 53 resources, 55P03 lock not available, 57P the server goes or is not up.
 _NOT_THE_HANDLERS_FAULT = ("08", "40001", "40P01", "53", "55P03", "57P")
 
@@ -40,6 +41,7 @@ class RunnerOptions:
     running handlers may take after a stop. start_seconds: how long broker and database may be missing at the start.
     answer_seconds: how long the database may take over one statement, a handler's own included, beyond the inbox's wait
     for another copy; for connections that are opened from a connection string.
+    idle_seconds: how often dead letters that were given back are looked for.
     """
 
     concurrency: int = 4
@@ -49,6 +51,7 @@ class RunnerOptions:
     drain_seconds: float = 25.0
     start_seconds: float = 30.0
     answer_seconds: float = 60.0
+    idle_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= 256:
@@ -59,6 +62,8 @@ class RunnerOptions:
             raise ConfigError(
                 "backoff_base is not between 0 and backoff_max, or that above an hour", field="backoff_base"
             )
+        if not 0.01 <= self.idle_seconds <= 3600:
+            raise ConfigError("idle_seconds is not between 0.01 and 3600", field="idle_seconds")
         for name in ("drain_seconds", "start_seconds"):
             if not 0 <= getattr(self, name) <= 3600:
                 raise ConfigError(f"{name} is not between 0 and 3600", field=name)
@@ -139,6 +144,24 @@ class Handling:
         except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
             return _unrecorded(error, delivery)
 
+    def retry(self) -> bool:
+        """Handles one dead letter that was given back; False when there is none. Raises nothing that a handler raises."""
+        try:
+            with self._transactions.begin() as begun:
+                delivery = retries.take(begun.conn, self._inbox.consumer)
+            if delivery is None:
+                return False
+            try:
+                _told(self._inbox.handle(self._transactions, delivery))
+            except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
+                if _failed_again(error, delivery):
+                    with self._transactions.begin() as begun:
+                        dead_letters.handler_failed(begun.conn, self._inbox.consumer, delivery, error, 1)
+        except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
+            log.warning("a dead letter was not taken: %s", dead_letters.describe(error))
+            return False
+        return True
+
     def close(self) -> None:
         """Closes the connections that were opened here."""
         self._transactions.close()
@@ -172,6 +195,24 @@ class AsyncHandling:
         except Exception as error:  # noqa: BLE001  # as in Handling
             return _unrecorded(error, delivery)
 
+    async def retry(self) -> bool:
+        """As `Handling.retry`."""
+        try:
+            async with self._transactions.begin() as begun:
+                delivery = await retries.take_async(begun.conn, self._inbox.consumer)
+            if delivery is None:
+                return False
+            try:
+                _told(await self._inbox.handle(self._transactions, delivery))
+            except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
+                if _failed_again(error, delivery):
+                    async with self._transactions.begin() as begun:
+                        await dead_letters.handler_failed_async(begun.conn, self._inbox.consumer, delivery, error, 1)
+        except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
+            log.warning("a dead letter was not taken: %s", dead_letters.describe(error))
+            return False
+        return True
+
     async def close(self) -> None:
         """Closes the connections that were opened here."""
         await self._transactions.close()
@@ -196,8 +237,22 @@ def _transient(error: Exception) -> bool:
     return False
 
 
+def _failed_again(error: Exception, delivery: Delivery) -> bool:
+    """Whether a retry's failure counts; else the letter is due again by itself, or somebody else has settled it."""
+    counted = not _transient(error) and not (isinstance(error, InvalidInput) and error.field == "id")
+    log.warning(
+        "%s: dead letter %s was not handled (%s): %s at %s",
+        delivery.coordinates,
+        delivery.dead_letter,
+        "kept" if counted else "not the handler's fault",
+        dead_letters.describe(error),
+        _place(error),
+    )
+    return counted
+
+
 def _told(handled: Handled) -> Handled:
-    level = logging.WARNING if handled.outcome in (Outcome.CONFLICT, Outcome.UNDECODABLE) else logging.DEBUG
+    level = logging.WARNING if handled.outcome in _SET_ASIDE else logging.DEBUG
     log.log(
         level,
         "%s: %s event=%s reason=%s field=%s arrivals=%d",

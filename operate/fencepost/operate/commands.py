@@ -10,8 +10,10 @@ import typer
 from fencepost.operate import (
     backfill,
     consumer,
+    deadletters,
     doctor,
     effects,
+    inbox,
     jobs,
     logs,
     migrate,
@@ -50,6 +52,8 @@ app.add_typer(relay.app, name="relay")
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 app.add_typer(consumer.app, name="consumer")
+app.add_typer(deadletters.app, name="deadletters")
+app.add_typer(inbox.app, name="inbox")
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
 app.add_typer(jobs.app, name="jobs")
