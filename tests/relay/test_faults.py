@@ -14,12 +14,12 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from conformance.harness import Arrived
 from conformance.on_rabbitmq import OnRabbit
 from fencepost.relay.destination import Destination
-from fencepost.relay.health import HealthAddress
 from fencepost.relay.loop import Pace
 from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas import migrate
+from fencepost.schemas.health import HealthAddress
 from stack.postgres import PostgresServer
 from support.database import Database
 from support.health import LOOPBACK, ask, becomes, metric, readiness, running

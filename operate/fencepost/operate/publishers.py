@@ -11,7 +11,7 @@ from fencepost.relay.destination import Destination
 from fencepost.relay.kafka_options import checked_options
 from fencepost.relay.loop import Pace
 from fencepost.relay.publisher import Publisher, Route
-from fencepost.relay.rabbitmq_address import checked_address
+from fencepost.schemas.amqp_address import checked_address
 from fencepost.schemas.errors import ConfigError
 
 __all__ = ["maker_of", "pace_of"]
