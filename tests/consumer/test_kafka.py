@@ -54,8 +54,13 @@ def produce(kafka: Kafka, topic: str, values: Iterable[Envelope | bytes], partit
     assert producer.flush(DEADLINE_SECONDS) == 0
 
 
-def events(number: int, prefix: str = "op") -> list[Envelope]:
-    return [envelope(operation=f"{prefix}-{index}") for index in range(number)]
+def events(number: int, prefix: str = "op", *, key: str = "") -> list[Envelope]:
+    """Events that share an ordering key, or each with its own."""
+    return [keyed(f"{prefix}-{index}", key) for index in range(number)]
+
+
+def keyed(operation: str, key: str) -> Envelope:
+    return envelope(Submitted(tenant="acme", operation=operation, document="a", ordering_key=key))
 
 
 def committed(kafka: Kafka, group: str, topic: str, partition: int = 0) -> int:
@@ -140,7 +145,7 @@ def test_a_dead_letter_that_was_given_back_is_handled_in_idle_time_while_others_
         await tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
 
     options = replace(FAST, max_attempts=1, idle_seconds=0.05)
-    produce(kafka, topic, events(3))
+    produce(kafka, topic, events(3, key="one"))
     with running(runner_of(sync if kind == "sync" else async_, topic, group, options=options)):
         wait_for(lambda: operations(domain18) == ["op-0", "op-2"], DEADLINE_SECONDS, "the others")
         assert dead(domain18) == [("handler_failed", "op-1", 1)]
@@ -177,11 +182,11 @@ def test_the_topics_retention_is_noted_and_a_shorter_window_refused(
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_partition_is_handled_in_its_order_and_committed_to_its_end(
+def test_every_key_of_a_partition_is_handled_in_its_order_and_committed_to_its_end(
     kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner], kind: str
 ) -> None:
     topic, group = kafka.topic(), unique("group")
-    sent = events(150)
+    sent = [keyed(f"{index % 7}:{index}", str(index % 7)) for index in range(150)]
     produce(kafka, topic, [*sent, *sent[:3]])
 
     @inbox(consumer="reports")
@@ -197,21 +202,47 @@ def test_a_partition_is_handled_in_its_order_and_committed_to_its_end(
         wait_for(lambda: len(operations(domain18)) == 150, DEADLINE_SECONDS, "150 events")
         wait_for(lambda: committed(kafka, group, topic) == 153, DEADLINE_SECONDS, "the last offset")
 
-    assert operations(domain18) == [each.operation for each in sent]
+    for key in range(7):
+        done = [each for each in operations(domain18) if each.startswith(f"{key}:")]
+        assert done == [each.operation for each in sent if each.ordering_key == str(key)]
     assert dead(domain18) == []
     with domain18.connect() as conn:
         text = conn.execute("SELECT coordinates FROM fencepost.delivery ORDER BY first_at LIMIT 1").fetchall()[0][0]
-    broker, cluster, where, topic_id, partition, offset = json.loads(text)
-    assert (broker, where, partition, offset) == ("kafka", topic, 0, 0)
+    broker, cluster, where, topic_id, partition, _ = json.loads(text)
+    assert (broker, where, partition) == ("kafka", topic, 0)
     assert cluster
     assert topic_id or not kafka.real, "a topic is told from an earlier one of its name"
 
 
-def test_a_failing_event_holds_its_partition_until_it_works_and_no_offset_passes_it(
+def test_keys_of_a_partition_run_side_by_side_and_the_offset_waits_for_the_slowest(
     kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
 ) -> None:
     topic, group = kafka.topic(), unique("group")
-    produce(kafka, topic, events(5))
+    order = ["a-0", "b-0", "b-1", "a-1", "b-2"]
+    produce(kafka, topic, [keyed(name, name[0]) for name in order])
+    go = threading.Event()
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        if event.operation == "a-0":
+            assert go.wait(DEADLINE_SECONDS)
+        insert(tx, event)
+
+    with running(runner_of(handler, topic, group)):
+        wait_for(lambda: operations(domain18) == ["b-0", "b-1", "b-2"], DEADLINE_SECONDS, "the other key")
+        produce(kafka, topic, [keyed("c-0", "c")])
+        wait_for(lambda: "c-0" in operations(domain18), DEADLINE_SECONDS, "a later one, and turns of the loop")
+        assert committed(kafka, group, topic) == 0
+        go.set()
+        wait_for(lambda: committed(kafka, group, topic) == 6, DEADLINE_SECONDS, "the end")
+    assert operations(domain18) == ["b-0", "b-1", "b-2", "c-0", "a-0", "a-1"]
+
+
+def test_a_failing_event_holds_its_key_until_it_works_and_no_offset_passes_it(
+    kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+    produce(kafka, topic, events(5, key="one"))
     failures = 0
     seen: list[int] = []
 
@@ -259,11 +290,11 @@ def test_what_can_never_be_handled_is_set_aside_and_the_partition_goes_on(
     with running(runner_of(handler, topic, group)):
         wait_for(lambda: committed(kafka, group, topic) == 6, DEADLINE_SECONDS, "the end")
 
-    assert operations(domain18) == ["op-0", "end-0", "end-1"]
-    assert dead(domain18) == [
+    assert sorted(operations(domain18)) == ["end-0", "end-1", "op-0"]
+    assert sorted(dead(domain18)) == [
         ("conflict", "op-0", 1),
-        ("undecodable", None, 1),
         ("handler_failed", "poison", 5),
+        ("undecodable", None, 1),
     ]
     assert "ValueError" in caplog.text
     assert "do-not-log" not in caplog.text
@@ -308,8 +339,9 @@ def test_a_killed_consumer_loses_nothing_and_repeats_nothing(
     with child(kafka, domain18, topic, group, tmp_path, blocking="op-2") as killed:
         killed.says("inside op-2", DEADLINE_SECONDS)
         wait_for(lambda: committed(kafka, group, topic) == 2, DEADLINE_SECONDS, "two offsets")
+        wait_for(lambda: len(operations(domain18)) == 4, DEADLINE_SECONDS, "what comes after it")
         killed.kill()
-    assert operations(domain18) == ["op-0", "op-1"]
+    assert sorted(operations(domain18)) == ["op-0", "op-1", "op-3", "op-4"]
     assert committed(kafka, group, topic) == 2
 
     @inbox(consumer="reports")
@@ -318,7 +350,7 @@ def test_a_killed_consumer_loses_nothing_and_repeats_nothing(
 
     with running(runner_of(handler, topic, group)):
         wait_for(lambda: committed(kafka, group, topic) == 5, DEADLINE_SECONDS, "the end")
-    assert operations(domain18) == [f"op-{index}" for index in range(5)]
+    assert sorted(operations(domain18)) == [f"op-{index}" for index in range(5)]
 
 
 def test_sigterm_drains_and_commits_what_was_done(kafka: Kafka, domain18: Database, tmp_path: Path) -> None:
@@ -337,7 +369,7 @@ def test_a_handler_slower_than_the_poll_interval_keeps_its_partition(
     real_kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
 ) -> None:
     topic, group = real_kafka.topic(), unique("group")
-    produce(real_kafka, topic, events(2))
+    produce(real_kafka, topic, events(2, key="one"))
     runs: list[str] = []
 
     @inbox(consumer="reports")
@@ -376,7 +408,7 @@ def test_a_member_that_loses_a_partition_commits_nothing_for_it_and_every_event_
     kafka = real_kafka
     topic, group = kafka.topic(partitions=2), unique("group")
     for partition in (0, 1):
-        produce(kafka, topic, events(3, f"p{partition}"), partition)
+        produce(kafka, topic, events(3, f"p{partition}", key=f"p{partition}"), partition)
     inside = threading.Semaphore(0)
     go = threading.Event()
     runs: list[str] = []
@@ -417,7 +449,7 @@ def test_a_database_outage_is_waited_out_without_a_dead_letter(
     kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
 ) -> None:
     topic, group = kafka.topic(), unique("group")
-    produce(kafka, topic, events(3))
+    produce(kafka, topic, events(3, key="one"))
     attempts = 0
 
     @inbox(consumer="reports")
