@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -14,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 from psycopg import AsyncConnection, Connection
 
 from fencepost.consumer import acts
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.kafka import KafkaRunner
 from fencepost.consumer.runner import RunnerOptions
-from fencepost.schemas import kafka_binding
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import ConfigError, InvalidInput, Unreachable
+from support.brokers import produce
 from support.database import Database
 from support.deliveries import Submitted, envelope
 from support.processes import Child, wait_for
@@ -38,29 +39,13 @@ def insert(tx: Tx, event: Submitted) -> None:
     tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
 
 
-def produce(kafka: Kafka, topic: str, values: Iterable[Envelope | bytes], partition: int = 0) -> None:
-    producer = Producer({"bootstrap.servers": kafka.bootstrap, "acks": "all", "log_level": 0})
-    for value in values:
-        if isinstance(value, bytes):
-            producer.produce(topic, value=value, partition=partition)
-        else:
-            producer.produce(
-                topic,
-                value=value.payload,
-                key=kafka_binding.key(value.tenant, value.ordering_key),
-                headers=list(kafka_binding.encode(value)),
-                partition=partition,
-            )
-    assert producer.flush(DEADLINE_SECONDS) == 0
-
-
 def events(number: int, prefix: str = "op", *, key: str = "") -> list[Envelope]:
     """Events that share an ordering key, or each with its own."""
     return [keyed(f"{prefix}-{index}", key) for index in range(number)]
 
 
 def keyed(operation: str, key: str) -> Envelope:
-    return envelope(Submitted(tenant="acme", operation=operation, document="a", ordering_key=key))
+    return envelope(Submitted(tenant="acme", operation=operation, document="a", ordering_key=key or operation))
 
 
 def committed(kafka: Kafka, group: str, topic: str, partition: int = 0) -> int:
@@ -482,6 +467,125 @@ def test_settings_that_would_acknowledge_unfinished_work_are_refused() -> None:
         assert refused.value.field == name
     with pytest.raises(ConfigError, match="no.such.setting"):
         made(**{"no.such.setting": 1}).run(threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("loose", "field"),
+    [
+        ({"security.protocol": "sasl_plaintext", "sasl.password": "hidden"}, "security.protocol"),
+        ({"security.protocol": "SASL_SSL", "enable.ssl.certificate.verification": False}, "enable.ssl.cert"),
+        ({"security.protocol": "SSL", "ssl.endpoint.identification.algorithm": "none"}, "ssl.endpoint"),
+    ],
+)
+def test_credentials_in_the_clear_and_unverified_servers_are_refused_off_loopback(
+    loose: dict[str, object], field: str
+) -> None:
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None: ...
+
+    def made(bootstrap: str, config: dict[str, object], *, insecure: bool = False) -> KafkaRunner:
+        return KafkaRunner(handler, "", bootstrap=bootstrap, topics=["t"], config=config, insecure=insecure)
+
+    made("kafka.example:9093", {"security.protocol": "SASL_SSL", "sasl.password": "hidden"})
+    made("127.0.0.1:9092", {"security.protocol": "sasl_plaintext", "sasl.password": "hidden"})
+    made("kafka.example:9092", loose, insecure=True)
+    with pytest.raises(ConfigError) as refused:
+        made("127.0.0.1:9092,kafka.example:9092", loose)
+    assert str(refused.value.field).startswith(field)
+    assert "hidden" not in repr(refused.value)
+
+
+def test_a_broker_that_restarts_costs_nothing_and_consuming_goes_on(
+    real_kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    if real_kafka.node is None:
+        pytest.skip("this broker is not ours to stop")
+    topic, group = real_kafka.topic(), unique("group")
+    produce(real_kafka, topic, events(3))
+    go, inside = threading.Event(), threading.Event()
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        if event.operation == "held":
+            inside.set()
+            assert go.wait(DEADLINE_SECONDS)
+        insert(tx, event)
+
+    with running(runner_of(handler, topic, group)):
+        wait_for(lambda: committed(real_kafka, group, topic) == 3, DEADLINE_SECONDS, "three offsets")
+        produce(real_kafka, topic, [keyed("held", "one")])
+        assert inside.wait(DEADLINE_SECONDS)
+        real_kafka.node.stop()
+        go.set()
+        wait_for(lambda: "held" in operations(domain18), DEADLINE_SECONDS, "the handler while the broker is away")
+        real_kafka.node.start()
+        produce(real_kafka, topic, events(3, "later"))
+        wait_for(lambda: committed(real_kafka, group, topic) == 7, DEADLINE_SECONDS, "the end")
+
+    assert sorted(operations(domain18)) == ["held", *(f"later-{n}" for n in range(3)), *(f"op-{n}" for n in range(3))]
+
+
+SOAK = """
+import sys
+from fencepost.consumer.inbox import inbox
+from fencepost.consumer.kafka import KafkaRunner
+from support.deliveries import Submitted
+
+dsn, bootstrap, topic, group = sys.argv[1:]
+
+@inbox(consumer="reports", wait_seconds=1)
+def handler(tx, event: Submitted):
+    tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+
+config = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
+KafkaRunner(handler, dsn, bootstrap=bootstrap, topics=[topic], group=group, config=config).run()
+print("drained")
+"""
+
+
+def test_processes_that_join_are_killed_and_leave_under_load_handle_each_operation_once_and_in_order(
+    real_kafka: Kafka, domain18: Database, tmp_path: Path
+) -> None:
+    topic, group = real_kafka.topic(partitions=4), unique("group")
+    here = Path(__file__).parents[1]
+
+    def start() -> Child:
+        path = f"{here}:{here.parent / 'compose'}:{os.environ.get('PYTHONPATH', '')}"
+        arguments = [domain18.dsn, real_kafka.bootstrap, topic, group]
+        return Child.script(SOAK, folder=tmp_path, arguments=arguments, PYTHONPATH=path)
+
+    sent = [[keyed(f"{p}.{n % 5}:{n:03}", f"{p}.{n % 5}") for n in range(300)] for p in range(4)]
+
+    def send(first: int, last: int) -> None:
+        for partition in range(4):
+            # Each event twice: redelivery, as a relay does it after a lost confirm.
+            produce(real_kafka, topic, [e for each in sent[partition][first:last] for e in (each, each)], partition)
+
+    def done(number: int) -> Callable[[], bool]:
+        return lambda: len(operations(domain18)) >= number
+
+    with start() as first, start() as killed:
+        send(0, 100)
+        wait_for(done(100), DEADLINE_SECONDS, "a beginning")
+        killed.kill()
+        with start() as second:
+            send(100, 300)
+            wait_for(done(500), DEADLINE_SECONDS, "more")
+            assert first.terminate(DEADLINE_SECONDS) == 0
+            for partition in range(4):
+                wait_for(
+                    lambda p=partition: committed(real_kafka, group, topic, p) == 600,  # type: ignore[misc]
+                    2 * DEADLINE_SECONDS,
+                    "the end",
+                )
+            assert second.terminate(DEADLINE_SECONDS) == 0
+
+    found = operations(domain18)
+    assert sorted(found) == sorted(each.operation for of_partition in sent for each in of_partition)
+    for key in {each.split(":")[0] for each in found}:
+        of_key = [each for each in found if each.startswith(f"{key}:")]
+        assert of_key == sorted(of_key)
+    assert dead(domain18) == []
 
 
 def test_a_broker_that_is_not_there_is_unreachable_after_the_deadline() -> None:

@@ -341,7 +341,13 @@ class KafkaRunner:
                     name = cast(KafkaError, error.args[0]).name()
                     raise self._unreachable(f"Kafka did not answer: {name}") from None
                 log.warning("Kafka does not answer at %s, again in %.1f s", self._bootstrap, pause)
-                stop.wait(pause)
+                self._pause(stop, time.monotonic() + pause)
+
+    def _pause(self, stop: threading.Event, until: float) -> None:
+        # Invariant: never waits for the event, whose lock this thread would hold when a signal's handler sets it.
+        while time.monotonic() < until and not stop.is_set():
+            self.standing.moved()
+            time.sleep(POLL_SECONDS)
 
     def _on_error(self, error: KafkaError) -> None:
         if error.fatal():
