@@ -307,11 +307,14 @@ print("drained")
 
 
 def child(kafka: Kafka, database: Database, topic: str, group: str, folder: Path, blocking: str = "") -> Child:
+    return script(CHILD, [database.dsn, kafka.bootstrap, topic, group, blocking], folder)
+
+
+def script(source: str, arguments: list[str], folder: Path) -> Child:
+    """A child that finds what this test finds."""
     here = Path(__file__).parents[1]
-    path = f"{here}:{here.parent / 'compose'}"
-    return Child.script(
-        CHILD, folder=folder, arguments=[database.dsn, kafka.bootstrap, topic, group, blocking], PYTHONPATH=path
-    )
+    path = f"{here}:{here.parent / 'compose'}:{os.environ.get('PYTHONPATH', '')}"
+    return Child.script(source, folder=folder, arguments=arguments, PYTHONPATH=path)
 
 
 def test_a_killed_consumer_loses_nothing_and_repeats_nothing(
@@ -547,12 +550,9 @@ def test_processes_that_join_are_killed_and_leave_under_load_handle_each_operati
     real_kafka: Kafka, domain18: Database, tmp_path: Path
 ) -> None:
     topic, group = real_kafka.topic(partitions=4), unique("group")
-    here = Path(__file__).parents[1]
 
     def start() -> Child:
-        path = f"{here}:{here.parent / 'compose'}:{os.environ.get('PYTHONPATH', '')}"
-        arguments = [domain18.dsn, real_kafka.bootstrap, topic, group]
-        return Child.script(SOAK, folder=tmp_path, arguments=arguments, PYTHONPATH=path)
+        return script(SOAK, [domain18.dsn, real_kafka.bootstrap, topic, group], tmp_path)
 
     sent = [[keyed(f"{p}.{n % 5}:{n:03}", f"{p}.{n % 5}") for n in range(300)] for p in range(4)]
 

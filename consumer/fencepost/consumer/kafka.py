@@ -241,15 +241,16 @@ class KafkaRunner:
 
     def _advance(self) -> None:
         """Starts what may run; nothing once draining."""
-        while (work := self._lanes.start()) is not None:
+        lanes = self._lanes
+        while (work := lanes.start()) is not None:
             assert work.delivery is not None
             try:
-                self._start(work.delivery, work.tries).add_done_callback(partial(self._finished, work))
+                self._start(work.delivery, work.tries).add_done_callback(partial(self._finished, lanes, work))
             except RuntimeError:  # The executor is shut down: the process is ending.
-                self._lanes.again(work, self._options.backoff_max)
+                lanes.again(work, self._options.backoff_max)
                 return
 
-    def _finished(self, work: Work, future: Future[Handled | Again]) -> None:
+    def _finished(self, lanes: Lanes, work: Work, future: Future[Handled | Again]) -> None:
         result: Handled | Again
         try:
             result = future.result()
@@ -259,10 +260,10 @@ class KafkaRunner:
             result = Again(self._options.backoff_max)
         if isinstance(result, Again):
             self.standing.failed()
-            self._lanes.again(work, result.seconds)
+            lanes.again(work, result.seconds)
         else:
             self.standing.told(result)
-            self._lanes.finished(work)
+            lanes.finished(work)
         self._advance()
 
     # Offsets and membership.
