@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,9 +69,11 @@ def in_rabbitmq(dsn: str, handler: Any, use: Callable[[Send], Awaitable[None]]) 
         )
 
     async def main() -> None:
-        async with TestRabbitBroker(broker):
-            await use(send)
-        await inboxes.close()
+        try:
+            async with TestRabbitBroker(broker):
+                await use(send)
+        finally:
+            await inboxes.close()
 
     asyncio.run(main())
 
@@ -86,9 +89,11 @@ def in_kafka(dsn: str, handler: Any, use: Callable[[Send], Awaitable[None]]) -> 
         await broker.publish(value.payload, "reports", headers=headers, key=key)
 
     async def main() -> None:
-        async with TestKafkaBroker(broker):
-            await use(send)
-        await inboxes.close()
+        try:
+            async with TestKafkaBroker(broker):
+                await use(send)
+        finally:
+            await inboxes.close()
 
     asyncio.run(main())
 
@@ -105,7 +110,7 @@ def test_in_memory_copies_are_handled_once_and_what_cannot_be_handled_is_set_asi
         await send(first)
         await send(envelope(operation="op-1", document="other"))
         await send(envelope(operation="poison"))
-        await send(envelope(operation="op-2", payload=b"{"))
+        await send(replace(envelope(operation="op-2"), payload=b"{"))
         await send(envelope(operation="end"))
 
     run(domain18.dsn, insert if kind == "sync" else insert_async, use)

@@ -33,7 +33,6 @@ Tx = Connection[Any]
 AnyInbox = Inbox[Any] | AsyncInbox[Any]
 DEADLINE_SECONDS = 40.0
 FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, max_attempts=3)
-MEMBER = {"auto_offset_reset": "earliest", "session_timeout_ms": 2500, "heartbeat_interval_ms": 300}
 
 
 @inbox(consumer="reports")
@@ -130,10 +129,12 @@ def consume(
             RabbitQueue(queue, declare=False), ack_policy=AckPolicy.MANUAL, channel=Channel(prefetch_count=4)
         )
         inboxes.on(subscriber)(handler)
-        async with broker:
-            await broker.start()
-            await until(done, "the end of the queue")
-        await inboxes.close()
+        try:
+            async with broker:
+                await broker.start()
+                await until(done, "the end of the queue")
+        finally:
+            await inboxes.close()
 
     asyncio.run(main())
 
@@ -145,7 +146,7 @@ def produce(kafka: Kafka, topic: str, values: Iterable[Envelope | bytes], partit
             producer.produce(topic, value=value, headers=[("ce_id", b"\xff")], partition=partition)
         else:
             key = kafka_binding.key(value.tenant, value.ordering_key)
-            headers = list(kafka_binding.encode(value))
+            headers: list[tuple[str, str | bytes | None]] = [*kafka_binding.encode(value)]
             producer.produce(topic, value=value.payload, key=key, headers=headers, partition=partition)
     assert producer.flush(DEADLINE_SECONDS) == 0
 
@@ -174,12 +175,21 @@ def poll(
     async def main() -> None:
         broker = KafkaBroker(kafka.bootstrap, middlewares=middlewares)
         inboxes = Inboxes(broker, database.dsn, options=FAST)
-        settings: dict[str, Any] = MEMBER
-        inboxes.on(broker.subscriber(topic, group_id=group, ack_policy=AckPolicy.MANUAL, **settings))(handler)
-        async with broker:
-            await broker.start()
-            await until(done, "the end of the topic")
-        await inboxes.close()
+        subscriber = broker.subscriber(
+            topic,
+            group_id=group,
+            ack_policy=AckPolicy.MANUAL,
+            auto_offset_reset="earliest",
+            session_timeout_ms=2500,
+            heartbeat_interval_ms=300,
+        )
+        inboxes.on(subscriber)(handler)
+        try:
+            async with broker:
+                await broker.start()
+                await until(done, "the end of the topic")
+        finally:
+            await inboxes.close()
 
     asyncio.run(main())
 
@@ -405,3 +415,26 @@ def test_a_killed_application_loses_nothing_and_handles_nothing_twice(
         assert committed(request.getfixturevalue("kafka"), group, source) == 3
     else:
         assert left(request.getfixturevalue("rabbitmq"), source) == 0
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "faststream" / "app.py"
+
+
+def test_the_example_handles_what_its_queue_holds(
+    rabbitmq: Rabbit, domain18: Database, queue: str, tmp_path: Path
+) -> None:
+    with domain18.connect() as conn:
+        conn.execute("CREATE TABLE analyses (submission_id text)")
+    accepted = envelope(operation="report-1", type="report.accepted", payload=b'{"submission_id":"report-1"}')
+    publish(rabbitmq, queue, [accepted, accepted])
+
+    env = {"FENCEPOST_DATABASE": domain18.dsn, "RABBITMQ": rabbitmq.url, "QUEUE": queue}
+    with Child([str(EXAMPLE)], output=tmp_path / "out", env=env) as child:
+        wait_for(lambda: left(rabbitmq, queue) == 0 and child.alive, DEADLINE_SECONDS, "the queue to be taken")
+        with domain18.connect(autocommit=True) as conn:
+            arrivals = "SELECT arrivals FROM fencepost.delivery WHERE arrivals = 2"
+            wait_for(lambda: conn.execute(arrivals).fetchone(), DEADLINE_SECONDS, "both copies")
+            rows = conn.execute("SELECT submission_id FROM analyses").fetchall()
+        assert child.terminate() == 0, child.text
+    assert rows == [("report-1",)]
+    assert left(rabbitmq, queue) == 0
