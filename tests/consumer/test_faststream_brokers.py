@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from faststream import AckPolicy, BaseMiddleware, StreamMessage
 from faststream.confluent import KafkaBroker
 from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 from psycopg import AsyncConnection, Connection
+from yarl import URL
 
 from fencepost.consumer import faststream_sources
 from fencepost.consumer.faststream import Inboxes
@@ -27,6 +31,7 @@ from fencepost.schemas.envelope import Envelope
 from support.database import Database
 from support.deliveries import Submitted, envelope
 from support.processes import Child, wait_for
+from support.proxy import Proxy
 from support.services import Kafka, Rabbit, unique
 
 Tx = Connection[Any]
@@ -118,13 +123,20 @@ def left(rabbitmq: Rabbit, name: str) -> int:
 
 
 def consume(
-    rabbitmq: Rabbit, database: Database, queue: str, handler: AnyInbox, done: Callable[[], bool], *middlewares: Any
+    rabbitmq: Rabbit,
+    database: Database,
+    queue: str,
+    handler: AnyInbox,
+    done: Callable[[], bool],
+    *middlewares: Any,
+    url: str | None = None,
+    options: RunnerOptions = FAST,
 ) -> None:
     """A FastStream application on RabbitMQ until `done`, stopped as FastStream stops it."""
 
     async def main() -> None:
-        broker = RabbitBroker(rabbitmq.url, middlewares=middlewares)
-        inboxes = Inboxes(broker, database.dsn, options=FAST)
+        broker = RabbitBroker(url or rabbitmq.url, middlewares=middlewares, reconnect_interval=0.2)
+        inboxes = Inboxes(broker, database.dsn, options=options)
         subscriber = broker.subscriber(
             RabbitQueue(queue, declare=False), ack_policy=AckPolicy.MANUAL, channel=Channel(prefetch_count=4)
         )
@@ -154,9 +166,17 @@ def produce(kafka: Kafka, topic: str, values: Iterable[Envelope | bytes], partit
 def committed(kafka: Kafka, group: str, topic: str, partition: int = 0) -> int:
     """The offset that the broker has for the group; 0 where there is none."""
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group, "log_level": 0})
-    try:
-        (found,) = consumer.committed([TopicPartition(topic, partition)], timeout=DEADLINE_SECONDS)
+
+    def ask() -> int | None:
+        try:
+            (found,) = consumer.committed([TopicPartition(topic, partition)], timeout=DEADLINE_SECONDS)
+        except KafkaException:  # A new group has no coordinator yet.
+            return None
         return max(found.offset, 0)
+
+    try:
+        offset = wait_for(lambda: None if (found := ask()) is None else [found], DEADLINE_SECONDS, "the coordinator")
+        return offset[0]
     finally:
         consumer.close()
 
@@ -169,12 +189,13 @@ def poll(
     handler: AnyInbox,
     done: Callable[[], bool],
     *middlewares: Any,
+    options: RunnerOptions = FAST,
 ) -> None:
     """A FastStream application on Kafka until `done`, stopped as FastStream stops it."""
 
     async def main() -> None:
         broker = KafkaBroker(kafka.bootstrap, middlewares=middlewares)
-        inboxes = Inboxes(broker, database.dsn, options=FAST)
+        inboxes = Inboxes(broker, database.dsn, options=options)
         subscriber = broker.subscriber(
             topic,
             group_id=group,
@@ -342,6 +363,69 @@ def test_what_another_middleware_fails_on_or_swallows_comes_again(
     assert failing.arrivals == 4
 
 
+@pytest.mark.parametrize("broker", ["rabbitmq", "kafka"])
+def test_a_stop_does_not_wait_for_the_next_try_and_leaves_the_delivery_to_others(
+    request: pytest.FixtureRequest, domain18: Database, broker: str
+) -> None:
+    slow = RunnerOptions(backoff_base=25, backoff_max=25)
+    tried = threading.Event()
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        tried.set()
+        raise ValueError("not yet")
+
+    began = time.monotonic()
+    if broker == "kafka":
+        kafka: Kafka = request.getfixturevalue("kafka")
+        topic, group = kafka.topic(), unique("group")
+        produce(kafka, topic, [envelope()])
+        poll(kafka, domain18, topic, group, handler, tried.is_set, options=slow)
+        assert committed(kafka, group, topic) == 0
+        began_again = time.monotonic()
+        poll(kafka, domain18, topic, group, insert, lambda: committed(kafka, group, topic) == 1)
+    else:
+        rabbitmq: Rabbit = request.getfixturevalue("rabbitmq")
+        queue: str = request.getfixturevalue("queue")
+        publish(rabbitmq, queue, [envelope()])
+        consume(rabbitmq, domain18, queue, handler, tried.is_set, options=slow)
+        assert left(rabbitmq, queue) == 1
+        began_again = time.monotonic()
+        consume(rabbitmq, domain18, queue, insert, lambda: operations(domain18) == ["op-1"])
+    assert began_again - began < 15  # FastStream itself waits that long for what runs.
+    assert operations(domain18) == ["op-1"]
+
+
+def test_a_connection_that_is_cut_while_handlers_run_costs_no_effect_and_consuming_resumes(
+    rabbitmq: Rabbit, domain18: Database, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(rabbitmq, queue, [envelope(operation=f"op-{number}") for number in range(8)])
+    runs: list[str] = []
+    go = threading.Event()
+
+    @inbox(consumer="reports", wait_seconds=0.3)
+    def handler(tx: Tx, event: Submitted) -> None:
+        runs.append(event.operation)
+        insert.handler(tx, event)
+        assert go.wait(DEADLINE_SECONDS)
+
+    def cut_once() -> bool:
+        if len(runs) >= 4 and not go.is_set():
+            proxy.cut()
+            wait_for(lambda: "another copy" in caplog.text, DEADLINE_SECONDS, "a copy to be delivered")
+            go.set()
+        with domain18.connect() as conn:  # Each copy of the four that were in hand has been seen, too.
+            return conn.execute("SELECT sum(arrivals) FROM fencepost.delivery").fetchall() == [(12,)]
+
+    with Proxy(URL(rabbitmq.url).port or 5672) as proxy:
+        url = str(URL(rabbitmq.url).with_host("127.0.0.1").with_port(proxy.port))
+        consume(rabbitmq, domain18, queue, handler, cut_once, url=url, options=replace(FAST, concurrency=8))
+
+    assert sorted(operations(domain18)) == [f"op-{number}" for number in range(8)]
+    assert left(rabbitmq, queue) == 0
+    assert dead(domain18) == []
+
+
 DYING = """
 import asyncio, os, signal, sys
 from fencepost.consumer import faststream_sources
@@ -430,7 +514,6 @@ def test_the_example_handles_what_its_queue_holds(
 
     env = {"FENCEPOST_DATABASE": domain18.dsn, "RABBITMQ": rabbitmq.url, "QUEUE": queue}
     with Child([str(EXAMPLE)], output=tmp_path / "out", env=env) as child:
-        wait_for(lambda: left(rabbitmq, queue) == 0 and child.alive, DEADLINE_SECONDS, "the queue to be taken")
         with domain18.connect(autocommit=True) as conn:
             arrivals = "SELECT arrivals FROM fencepost.delivery WHERE arrivals = 2"
             wait_for(lambda: conn.execute(arrivals).fetchone(), DEADLINE_SECONDS, "both copies")
