@@ -12,6 +12,7 @@ from fencepost.operate import (
     consumer,
     doctor,
     effects,
+    grants,
     jobs,
     logs,
     migrate,
@@ -43,6 +44,7 @@ app = typer.Typer(
     help="Transactional outbox, inbox and fenced jobs on PostgreSQL.",
 )
 app.add_typer(migrate.app, name="migrate")
+app.add_typer(grants.app, name="grants")
 relay.app.command("backfill")(backfill.backfill)
 relay.app.command("retention")(retention.retention)
 app.add_typer(relay.app, name="relay")
