@@ -68,6 +68,9 @@ def _values(
     if not coordinates:
         raise InvalidInput("coordinates are empty", field="coordinates", hint="name broker, place and message")
     envelope.verify()
+    payload = envelope.payload
+    if headers is not None and envelope.body is not None:
+        payload = envelope.body  # in structured mode these headers say nothing without it
     if headers is None:
         headers = [[name, value] for name, value in to_attributes(envelope).items()]
     return {
@@ -83,7 +86,7 @@ def _values(
         "event_time": envelope.time,
         "coordinates": coordinates,
         "headers": Jsonb(headers),
-        "payload": envelope.payload,
+        "payload": payload,
     }
 
 

@@ -21,6 +21,7 @@ from fencepost.relay.kafka_record import Records, excess
 from fencepost.relay.kafka_reports import Failures, judge
 from fencepost.relay.kafka_topics import Topic, Topics
 from fencepost.relay.publisher import Answer, Outcome, Outgoing, ParkReason, Place, Route
+from fencepost.relay.structured import Mode
 from fencepost.schemas.errors import ConfigError
 
 LOGGER = logging.getLogger(__name__)
@@ -40,8 +41,9 @@ _Report = Callable[[int, KafkaError | None, Message], None]
 class KafkaPublisher:
     """Hands events to Kafka with idempotence and acks=all; the key is the JSON array [tenant, ordering key].
 
-    `source`: CloudEvents source of the installation. `delivery_timeout` (seconds): librdkafka's message timeout; a send
-    whose deadline is nearer is withheld, so that nothing can be delivered after the caller has given up the lease.
+    `source`: CloudEvents source of the installation. `mode`: of CloudEvents. `delivery_timeout` (seconds): librdkafka's
+    message timeout; a send whose deadline is nearer is withheld, so that nothing can be delivered after the caller has
+    given up the lease.
     `metadata_refresh` (seconds): how long the existence of a topic is believed. `max_queued`: events in the local queue;
     beyond it sends wait for each other. `options`: see `kafka_options.ALLOWED`; ConfigError for anything else. Topics are
     created by `declare` only, with `partitions` and `replication` (default: the broker's). The record's timestamp is the
@@ -68,6 +70,7 @@ class KafkaPublisher:
         insecure: bool = False,
         partitions: int | None = None,
         replication: int | None = None,
+        mode: Mode = "binary",
     ) -> None:
         if delivery_timeout <= 0:
             raise ConfigError("the delivery timeout must be positive", field="delivery_timeout", hint="seconds")
@@ -81,7 +84,7 @@ class KafkaPublisher:
         self._partitions = partitions
         self._replication = replication
         self._inspector = Inspector(bootstrap, checked)
-        self._records = Records(source)
+        self._records = Records(source, mode)
         self._topics = Topics({"bootstrap.servers": bootstrap, **checked}, metadata_refresh)
         self._clients = Clients(
             bootstrap,
@@ -234,14 +237,14 @@ class KafkaPublisher:
             if isinstance(record, Outcome):
                 self._hold(answers, index, record)
                 continue
-            if not self._compressed and (more := excess(record, row.payload, topic.max_bytes)):
+            if not self._compressed and (more := excess(record, topic.max_bytes)):
                 self._hold(answers, index, Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, more))
                 continue
-            key, headers = record
+            key, headers, value = record
             try:
-                produce(name, row.payload, key, on_delivery=partial(report, index), headers=headers)
+                produce(name, value, key, on_delivery=partial(report, index), headers=headers)
             except (BufferError, KafkaException) as error:
-                again = partial(produce, name, row.payload, key, on_delivery=partial(report, index), headers=headers)
+                again = partial(produce, name, value, key, on_delivery=partial(report, index), headers=headers)
                 if not self._squeeze(client, answers, index, again, error, until):
                     self._withhold(answers, index, "the local queue stayed full")
                     return
@@ -325,9 +328,7 @@ class KafkaPublisher:
     def _over(self, event: Outgoing) -> bool:
         """Whether the event is larger, uncompressed, than its topic takes."""
         record = self._records.of(event.row)
-        return not isinstance(record, Outcome) and bool(
-            excess(record, event.row.payload, self._topics.limit(event.route.to))
-        )
+        return not isinstance(record, Outcome) and bool(excess(record, self._topics.limit(event.route.to)))
 
     def _seal(self, answers: Answers, outcomes: list[Outcome]) -> None:
         self._failures.mark(answers, outcomes)

@@ -38,6 +38,7 @@ __all__ = [
     "encode",
     "reference_binding",
     "shown_path",
+    "text_of",
 ]
 
 PAYLOAD_BYTES_MAX = 1024 * 1024
@@ -57,21 +58,7 @@ def decode(raw: bytes, *, limit: int = PAYLOAD_BYTES_MAX) -> JsonObject:
 
     ``limit`` is in bytes. ``field`` of the error is a path such as ``/lines/0/price`` where one is known.
     """
-    if len(raw) > limit:
-        raise Undecodable(f"the payload has {len(raw)} bytes, at most {limit} are allowed", reason="too_large")
-    if not raw:
-        raise Undecodable("the payload is empty", reason="empty_payload")
-    if raw.startswith(b"\xef\xbb\xbf"):
-        raise Undecodable("the payload begins with a byte order mark", reason="byte_order_mark")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        raise Undecodable("the payload is not UTF-8", reason="not_utf8") from None
-    try:
-        from_json(raw, cache_strings="keys")  # Invariant: bounds the depth (200) before the recursive pass below.
-    except ValueError as error:
-        reason = _syntax(str(error))
-        raise Undecodable("the payload is not acceptable JSON", reason=reason) from None
+    text = text_of(raw, limit=limit)
     keys = 0
 
     def members(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
@@ -96,6 +83,26 @@ def decode(raw: bytes, *, limit: int = PAYLOAD_BYTES_MAX) -> JsonObject:
     if not isinstance(value, dict):
         raise Undecodable("the payload is not a JSON object", reason="not_an_object")
     return value
+
+
+def text_of(raw: bytes, *, limit: int) -> str:
+    """The text of ``raw``, or Undecodable: UTF-8, valid JSON, at most 200 levels deep, ``limit`` in bytes."""
+    if len(raw) > limit:
+        raise Undecodable(f"the payload has {len(raw)} bytes, at most {limit} are allowed", reason="too_large")
+    if not raw:
+        raise Undecodable("the payload is empty", reason="empty_payload")
+    if raw.startswith(b"\xef\xbb\xbf"):
+        raise Undecodable("the payload begins with a byte order mark", reason="byte_order_mark")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Undecodable("the payload is not UTF-8", reason="not_utf8") from None
+    try:
+        from_json(raw, cache_strings="keys")  # Invariant: bounds the depth (200) before any recursive pass.
+    except ValueError as error:
+        reason = _syntax(str(error))
+        raise Undecodable("the payload is not acceptable JSON", reason=reason) from None
+    return text
 
 
 def encode(value: JsonObject, *, limit: int = PAYLOAD_BYTES_MAX) -> bytes:

@@ -113,6 +113,8 @@ class Envelope:
     reference: str | None = field(default=None, repr=False)
     """The ``ref:`` binding, or None when the binding is that of the content."""
     content_type: str = CONTENT_TYPE
+    body: bytes | None = field(default=None, repr=False, compare=False)
+    """The whole message, where the payload arrived as a part of it (structured mode)."""
 
     @property
     def replayed(self) -> bool:
@@ -279,10 +281,10 @@ def _check_content_type(content_type: str | None) -> None:
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type.startswith("application/cloudevents"):
         raise Undecodable(
-            "the event is in structured mode",
+            "the event is in a batch, or in another format than JSON",
             reason="structured_mode_unsupported",
             field="datacontenttype",
-            hint="send it in binary mode",
+            hint="send it in binary mode, or as application/cloudevents+json",
         )
     if media_type != CONTENT_TYPE:
         raise Undecodable(f"only {CONTENT_TYPE} is read", reason="unsupported_content_type", field="datacontenttype")

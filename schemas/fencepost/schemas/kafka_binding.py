@@ -1,6 +1,7 @@
-"""CloudEvents in Kafka, binary mode: an envelope becomes headers ``ce_*``, a key and the unchanged payload.
+"""CloudEvents in Kafka: an envelope becomes headers ``ce_*``, a key and the unchanged payload, or one JSON document.
 
-Pure mapping, no broker client. The key is the JSON array [tenant, ordering key], so that compaction can never
+Pure mapping, no broker client. What is read tells its mode by the content type; in structured mode the document alone
+is believed, whatever headers stand beside it. The key is the JSON array [tenant, ordering key], so that compaction can never
 merge two tenants; the value is never empty, so that no event can become a tombstone.
 """
 
@@ -14,13 +15,17 @@ from json.encoder import encode_basestring as _quoted
 from typing import Protocol
 from uuid import UUID
 
+from fencepost.schemas import json_format
 from fencepost.schemas.content import shown_path
 from fencepost.schemas.envelope import CONTENT_TYPE, SPECVERSION, Envelope, from_attributes, instant, wire_type
 from fencepost.schemas.errors import Undecodable
 
-__all__ = ["Encoder", "Header", "decode", "encode", "encoder", "key"]
+__all__ = ["STRUCTURED_HEADERS", "Encoder", "Header", "decode", "encode", "encode_structured", "encoder", "key"]
 
 Header = tuple[str, bytes]
+
+STRUCTURED_HEADERS: tuple[Header, ...] = (("content-type", json_format.STRUCTURED.encode()),)
+"""The headers of every message in structured mode."""
 
 _PREFIX = "ce_"
 _CONTENT_TYPE = "content-type"
@@ -107,6 +112,11 @@ def encode(envelope: Envelope) -> list[Header]:
     )
 
 
+def encode_structured(envelope: Envelope) -> tuple[list[Header], bytes]:
+    """Headers and value of ``envelope`` in structured mode; the key is the same ``key(...)``."""
+    return list(STRUCTURED_HEADERS), json_format.encode(envelope)
+
+
 def key(tenant: str, ordering_key: str) -> bytes:
     """The canonical JSON array [tenant, ordering key]: equal for equal pairs, and for no others."""
     return f"[{_quoted(tenant)},{_quoted(ordering_key)}]".encode()
@@ -115,26 +125,35 @@ def key(tenant: str, ordering_key: str) -> bytes:
 def decode(
     headers: Iterable[tuple[str, str | bytes | None]] | None, key: bytes | None, value: bytes | None
 ) -> Envelope:
-    """The envelope of a message, or Undecodable naming the attribute; headers of others are left alone.
+    """The envelope of a message in either mode, or Undecodable naming the attribute; headers of others are left alone.
 
     A present key must be the one this envelope gets; a message without a key is accepted.
     """
-    attributes: dict[str, str] = {}
+    found = list(headers or ())
     content_type: str | None = None
-    for header, raw in headers or ():
+    for header, raw in found:
+        if header.lower() == _CONTENT_TYPE:
+            if content_type is not None:
+                raise _duplicate("datacontenttype")
+            content_type = _text(raw, "datacontenttype")
+    if content_type is not None and json_format.is_structured(content_type):
+        envelope = json_format.decode(value, content_type)
+    else:
+        envelope = from_attributes(_attributes(found), content_type, value)
+    if key is not None and key != _key(envelope.tenant, envelope.ordering_key):
+        raise Undecodable("the key is not [tenant, ordering key]", reason="wrong_key", field="key")
+    return envelope
+
+
+def _attributes(headers: Iterable[tuple[str, str | bytes | None]]) -> dict[str, str]:
+    attributes: dict[str, str] = {}
+    for header, raw in headers:
         if header.startswith(_PREFIX):
             name = header[len(_PREFIX) :]
             if name in attributes:
                 raise _duplicate(name)
             attributes[name] = _text(raw, name)
-        elif header.lower() == _CONTENT_TYPE:
-            if content_type is not None:
-                raise _duplicate("datacontenttype")
-            content_type = _text(raw, "datacontenttype")
-    envelope = from_attributes(attributes, content_type, value)
-    if key is not None and key != _key(envelope.tenant, envelope.ordering_key):
-        raise Undecodable("the key is not [tenant, ordering key]", reason="wrong_key", field="key")
-    return envelope
+    return attributes
 
 
 def _duplicate(name: str) -> Undecodable:
