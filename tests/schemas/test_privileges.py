@@ -79,12 +79,14 @@ def test_every_name_of_the_matrix_exists(roles: tuple[Roles, psycopg.Connection[
 
 def test_each_kind_of_difference_is_told(roles: tuple[Roles, psycopg.Connection[Any]]) -> None:
     made, conn = roles
+    maintain = "MAINTAIN" if conn.info.server_version >= 170000 else "TRIGGER"
     projector, reader, owner = made.role("projector"), made.role("reader"), made.role("owner")
     for change, expected in (
         (f"GRANT EXECUTE ON FUNCTION fencepost.submit TO {projector}", f"{projector} has EXECUTE on submit"),
         (f"REVOKE EXECUTE ON FUNCTION fencepost.armed FROM {reader}", f"{reader} lacks EXECUTE on armed"),
         (f"GRANT UPDATE ON fencepost.job TO {reader}", f"{reader} has UPDATE on job"),
         (f"GRANT SELECT (payload) ON fencepost.parked TO {reader}", f"{reader} has SELECT on parked"),
+        (f"GRANT ALL ON fencepost.duty TO {reader}", f"{reader} has {maintain} on duty"),
         (f"GRANT DELETE ON fencepost.outbox_0 TO {reader}", f"{reader} has DELETE on outbox_0"),
         (f"REVOKE SELECT ON fencepost.status FROM {reader}", f"{reader} lacks SELECT on status"),
         (f"GRANT USAGE ON SEQUENCE fencepost.outbox_seq TO {reader}", f"{reader} has USAGE on outbox_seq"),
@@ -160,7 +162,7 @@ def test_a_login_of_the_migrator_brings_the_installation_to_the_next_version(sha
 
 def test_beyond_tells_what_a_login_could_do_besides_its_row(shared: Roles) -> None:
     def found(login: str) -> list[str]:
-        with shared_login(shared, login).connect(autocommit=True) as conn:
+        with shared.login(login).connect(autocommit=True) as conn:
             return [str(d) for d in privileges.beyond(conn, shared.install, "projector")]
 
     assert found("projector") == []
@@ -178,14 +180,10 @@ def test_beyond_tells_what_a_login_could_do_besides_its_row(shared: Roles) -> No
 def test_a_role_that_can_be_taken_on_counts_though_nothing_is_inherited(shared: Roles) -> None:
     login = shared.login("projector", "relay")
     with shared.database.connect(autocommit=True) as conn:
-        conn.execute(f"ALTER ROLE {shared.logins[-1]} NOINHERIT".encode())
+        conn.execute(f"ALTER ROLE {shared.name('projector', 'relay')} NOINHERIT".encode())
     with login.connect(autocommit=True) as conn:
         told = [str(d) for d in privileges.beyond(conn, shared.install, "projector")]
     assert any(f"{shared.role('relay')} has EXECUTE on tick" in line for line in told)
-
-
-def shared_login(shared: Roles, role: str) -> Any:
-    return shared.login(role)
 
 
 HOSTILE = """

@@ -25,7 +25,7 @@ class Roles:
 
     def login(self, *roles: str) -> Database:
         """The same database by a new login."""
-        name = f"{self.install}_{'_'.join(roles) or 'nobody'}"
+        name = self.name(*roles)
         with self.database.connect(autocommit=True) as conn:
             if name not in self.logins:
                 conn.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
@@ -37,6 +37,10 @@ class Roles:
                     )
                 )
         return Database(make_conninfo(self.database.dsn, user=name), self.database.state)
+
+    def name(self, *roles: str) -> str:
+        """The name of the login that is a member of these roles."""
+        return f"{self.install}_{'_'.join(roles)}"
 
     def role(self, name: str) -> str:
         """The full name of a role."""

@@ -109,7 +109,8 @@ FROM pg_class AS c
 WHERE c.relnamespace = 'fencepost'::regnamespace AND c.relkind IN ('r', 'p', 'v', 'S')
   AND pg_get_userbyid(c.relowner) <> %(owner)s
   -- The sequence of an identity column goes with its table.
-  AND NOT EXISTS (SELECT FROM pg_depend AS d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid AND d.deptype = 'i')
+  AND NOT (c.relkind = 'S' AND EXISTS (SELECT FROM pg_depend AS d
+                                       WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid AND d.deptype = 'i'))
 UNION ALL
 SELECT format('ROUTINE %%s', p.oid::regprocedure) FROM pg_proc AS p
 WHERE p.pronamespace = 'fencepost'::regnamespace AND pg_get_userbyid(p.proowner) <> %(owner)s

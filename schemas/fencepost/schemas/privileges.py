@@ -18,6 +18,8 @@ from fencepost.schemas.grants import FUNCTIONS, ROLES, TABLES, role
 __all__ = ["Difference", "beyond", "differences"]
 
 PUBLIC = "public"
+KINDS = ["INSERT", "UPDATE", "REFERENCES", "DELETE", "TRUNCATE", "TRIGGER"]
+MAINTAIN_SINCE = 170000
 
 EXECUTES: LiteralString = """
 SELECT r, p.proname, has_function_privilege(r, p.oid, 'EXECUTE')
@@ -28,7 +30,7 @@ FROM unnest(%(roles)s::text[]) AS r CROSS JOIN pg_class AS c
 WHERE c.relnamespace = 'fencepost'::regnamespace AND c.relkind IN ('r', 'p', 'v', 'm', 'f')"""
 CHANGES: LiteralString = """
 SELECT r, c.relname, k FROM unnest(%(roles)s::text[]) AS r
-CROSS JOIN pg_class AS c CROSS JOIN unnest('{INSERT,UPDATE,REFERENCES,DELETE,TRUNCATE,TRIGGER}'::text[]) AS k
+CROSS JOIN pg_class AS c CROSS JOIN unnest(%(kinds)s::text[]) AS k
 WHERE c.relnamespace = 'fencepost'::regnamespace AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
   AND CASE WHEN k IN ('INSERT', 'UPDATE', 'REFERENCES') THEN has_any_column_privilege(r, c.oid, k)
            ELSE has_table_privilege(r, c.oid, k) END
@@ -124,7 +126,8 @@ def _against(conn: Connection[Any], rows: dict[str, str]) -> Iterator[Difference
         yield from _told(name, "EXECUTE", function, has, rows[name] in FUNCTIONS.get(function, ()))
     for name, table, has in conn.execute(READS, roles):
         yield from _told(name, "SELECT", table, has, rows[name] in TABLES.get(table, ()))
-    for name, table, privilege in conn.execute(CHANGES, roles):
+    kinds = [*KINDS, "MAINTAIN"] if conn.info.server_version >= MAINTAIN_SINCE else KINDS
+    for name, table, privilege in conn.execute(CHANGES, {**roles, "kinds": kinds}):
         yield Difference(name, privilege, table, True)
     for name, privilege, has in conn.execute(SCHEMA, roles):
         yield from _told(name, privilege, "schema fencepost", has, privilege == "USAGE" and rows[name] in grants.ROLES)
