@@ -254,4 +254,4 @@ def test_any_bytes_are_read_or_have_a_typed_reason(raw: bytes, data: Any) -> Non
             try:
                 read(text)
             except Undecodable as error:
-                assert error.reason  # noqa: PT017
+                assert error.reason

@@ -18,6 +18,7 @@ from fencepost.operate import (
     migrate,
     parked,
     relay,
+    replay,
     retention,
     status,
     worker,
@@ -51,6 +52,7 @@ app.add_typer(relay.app, name="relay")
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 app.add_typer(consumer.app, name="consumer")
+app.command("replay")(replay.replay)
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
 app.add_typer(jobs.app, name="jobs")
