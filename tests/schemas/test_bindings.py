@@ -127,7 +127,15 @@ def test_kafka_reads_strictly() -> None:
     assert refused([*good, ("ce_other", None)], key, b"{}") == ("invalid_attribute", "other")
     assert refused([*good, ("ce_other", b"\xff")], key, b"{}") == ("invalid_attribute", "other")
     assert refused([*good, ("ce_Jane Doe", b"x")], key, b"{}") == ("invalid_attribute", "*")
-    assert refused(good, b"report-7", b"{}") == ("wrong_key", "key")
+    assert kafka_binding.decode(good, b"report-7", envelope.payload) == envelope
+    assert refused(good, b"report-8", b"{}") == ("wrong_key", "key")
+    assert refused(good, b'["other","report-7"]', b"{}") == ("wrong_key", "key")
+    twice = [*good, ("ce_datacontenttype", b"application/json")]
+    assert kafka_binding.decode(twice, key, envelope.payload) == envelope
+    assert refused([*good, ("ce_datacontenttype", b"text/plain")], key, b"{}") == (
+        "invalid_attribute",
+        "datacontenttype",
+    )
     assert refused(good, key, b"") == ("empty_payload", "data")
     assert refused(good, key, None) == ("empty_payload", "data")
     assert refused([], key, b"{}") == ("missing_attribute", "datacontenttype")

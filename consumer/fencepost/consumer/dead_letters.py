@@ -75,7 +75,9 @@ def describe(error: BaseException) -> str:
 
 
 def _undecodable(consumer: str, delivery: Delivery, envelope: Envelope | None, error: Undecodable) -> dict[str, object]:
-    return _values(consumer, delivery, envelope, "undecodable", error.field, error.reason, 1)
+    # A type or version that this consumer does not know yet is no fault of the event: an upgrade makes it readable.
+    reason = error.reason if error.reason in ("unknown_type", "newer_version") else "undecodable"
+    return _values(consumer, delivery, envelope, reason, error.field, error.reason, 1)
 
 
 def _failed(

@@ -17,7 +17,7 @@ class Outcome(StrEnum):
     handled: the handler ran and its changes were committed with the reservation.
     duplicate: the operation was handled before with this meaning; nothing ran.
     conflict: the operation, or the delivery, was seen before with another meaning; kept as a dead letter, nothing ran.
-    undecodable: it cannot be read; kept as a dead letter, nothing ran.
+    undecodable: it cannot be read, or its type or version is not known here yet; kept as a dead letter, nothing ran.
     handler_failed: the handler failed as often as allowed; kept as a dead letter, nothing of it was committed.
     """
 

@@ -1,7 +1,8 @@
 """What a handler asks for, read from its signature, and how a delivery becomes just that.
 
 A handler takes ``(tx, event)``. The annotation of the second argument decides: a class of events (or a union of them)
-accepts those only, ``Event`` or nothing accepts every declared event, ``Envelope`` takes what arrived unparsed.
+accepts those only (and older versions for which an
+upcast is declared), ``Event`` or nothing accepts every declared event, ``Envelope`` takes what arrived unparsed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace, UnionType
 from typing import Any, Protocol, Union, cast, get_args, get_origin, get_type_hints
 
+from fencepost.schemas import upcasts
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import ConfigError, Undecodable
-from fencepost.schemas.event import Event, registry
+from fencepost.schemas.event import Event, registry, unknown_version
 
 __all__ = ["Arrived", "Arriving", "Reading", "resolved"]
 
@@ -78,16 +80,18 @@ class Reading:
             return Arrived(envelope, envelope)
         if not self.classes:
             return Arrived(envelope, registry.parse(envelope))
-        return Arrived(envelope, self._class_of(envelope).parse(envelope))
+        return Arrived(envelope, self._event_of(envelope))
 
-    def _class_of(self, envelope: Envelope) -> type[Event]:
-        of_type = [each for each in self.classes if each.event_type == envelope.type]
+    def _event_of(self, envelope: Envelope) -> Event:
+        of_type = {each.event_version: each for each in self.classes if each.event_type == envelope.type}
         if not of_type:
             raise Undecodable("the handler does not take this type", reason="unknown_type", field="type")
-        for each in of_type:
-            if each.event_version == envelope.version:
-                return each
-        raise Undecodable("the handler does not take this version", reason="unknown_version", field="version")
+        if (exact := of_type.get(envelope.version)) is not None:
+            return exact.parse(envelope)
+        event = upcasts.lifted(envelope, of_type.values())
+        if event is None:
+            raise unknown_version(envelope.type, envelope.version, max(of_type))
+        return event
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

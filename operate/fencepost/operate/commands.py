@@ -20,6 +20,7 @@ from fencepost.operate import (
     relay,
     replay,
     retention,
+    schemas,
     status,
     worker,
 )
@@ -57,6 +58,7 @@ app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(parked.app, name="parked")
+app.add_typer(schemas.app, name="schemas")
 
 
 def _version(asked: bool) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "EVENT_BYTES_MAX",
     "OWN_ATTRIBUTES",
     "REPLAYED",
+    "REQUIRED",
     "SPECVERSION",
     "Envelope",
     "from_attributes",
@@ -69,7 +70,8 @@ OWN_ATTRIBUTES = frozenset(
 _NAME = re.compile(r"[a-z0-9]{1,20}\Z")
 _FOREIGN_NAME = re.compile(r"[a-z0-9]{1,64}\Z")
 _FOREIGN_MAX = 64
-_REQUIRED = (
+REQUIRED = (
+    "specversion",
     "id",
     "source",
     "type",
@@ -81,7 +83,8 @@ _REQUIRED = (
     "fpepoch",
     "fpdigest",
 )
-_TAKEN = frozenset(_REQUIRED) | {"specversion", "fpbinding"}
+"""The attributes of every event; all of them are strings."""
+_TAKEN = frozenset(REQUIRED) | {"fpbinding"}
 _WIRE_TYPE = re.compile(r"(.+)\.v([1-9][0-9]{0,4})\Z")
 _SEQUENCE = re.compile(r"[0-9]{20}\Z")
 _EPOCH = re.compile(r"(?:0|[1-9][0-9]{0,18})\Z")
@@ -238,11 +241,9 @@ def from_attributes(attributes: Mapping[str, str], content_type: str | None, pay
     _check_content_type(content_type)
     if not payload:
         raise Undecodable("the event has no payload", reason="empty_payload", field="data")
-    if (specversion := attributes.get("specversion")) is None:
-        raise _missing("specversion")
-    if specversion != SPECVERSION:
+    if attributes.get("specversion", SPECVERSION) != SPECVERSION:
         raise Undecodable("only CloudEvents 1.0 is read", reason="unsupported_specversion", field="specversion")
-    for name in _REQUIRED:
+    for name in REQUIRED:
         if name not in attributes:
             raise _missing(name)
     try:

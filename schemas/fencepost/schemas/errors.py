@@ -81,6 +81,7 @@ Reason = Literal[
     "digest_mismatch",
     # the event
     "unknown_type",
+    "newer_version",
     "unknown_version",
     "invalid_content",
 ]

@@ -127,7 +127,8 @@ def decode(
 ) -> Envelope:
     """The envelope of a message in either mode, or Undecodable naming the attribute; headers of others are left alone.
 
-    A present key must be the one this envelope gets; a message without a key is accepted.
+    A present key must be the one this envelope gets, or the bare ordering key, as the mapping of CloudEvents has it; a
+    message without a key is accepted.
     """
     found = list(headers or ())
     content_type: str | None = None
@@ -139,8 +140,11 @@ def decode(
     if content_type is not None and json_format.is_structured(content_type):
         envelope = json_format.decode(value, content_type)
     else:
-        envelope = from_attributes(_attributes(found), content_type, value)
-    if key is not None and key != _key(envelope.tenant, envelope.ordering_key):
+        attributes = _attributes(found)
+        if content_type is not None and attributes.get("datacontenttype") == content_type:
+            del attributes["datacontenttype"]  # some writers say it twice
+        envelope = from_attributes(attributes, content_type, value)
+    if key is not None and key not in (_key(envelope.tenant, envelope.ordering_key), envelope.ordering_key.encode()):
         raise Undecodable("the key is not [tenant, ordering key]", reason="wrong_key", field="key")
     return envelope
 

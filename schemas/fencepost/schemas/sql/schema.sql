@@ -266,7 +266,8 @@ CREATE TABLE fencepost.dead_letter (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     consumer        text NOT NULL,
     coordinates     text NOT NULL,
-    reason          text NOT NULL CHECK (reason IN ('conflict', 'delivery_changed', 'undecodable', 'handler_failed')),
+    reason          text NOT NULL CHECK (reason IN (
+        'conflict', 'delivery_changed', 'undecodable', 'unknown_type', 'newer_version', 'handler_failed')),
     field           text,
     detail          text NOT NULL DEFAULT '',
     tenant          text,
@@ -287,7 +288,7 @@ COMMENT ON COLUMN fencepost.dead_letter.content IS
   'sha256 over headers and payload: coordinates that a sender reuses never hide one content behind another.';
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', 'dbec0abc3270d3223f607048c7b7b8629e76ec82171f5c780cfad1201e5254cc');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', 'd33a300e1d1f72c3852fcd8c9ec0a68e0a980c23afa368e5834c33b1fde07cc8');
 
 -- 0004_jobs.sql
 -- Scheduling, publication and effects. Three axes that are never one status: execution, effect, authority.
@@ -1060,8 +1061,8 @@ CREATE OR REPLACE FUNCTION fencepost.dead_letter(
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     PERFORM fencepost._require_identity('consumer', p_consumer);
-    IF p_reason IS NULL OR p_reason NOT IN ('undecodable', 'handler_failed') THEN
-        PERFORM fencepost._refuse('ZF003', 'reason is neither undecodable nor handler_failed', 'reason', NULL);
+    IF p_reason IS NULL OR p_reason NOT IN ('undecodable', 'unknown_type', 'newer_version', 'handler_failed') THEN
+        PERFORM fencepost._refuse('ZF003', 'reason is not undecodable, unknown_type, newer_version or handler_failed', 'reason', NULL);
     END IF;
     PERFORM fencepost._require_coordinates(p_coordinates);
     IF p_headers IS NULL OR p_payload IS NULL THEN

@@ -29,8 +29,8 @@ CREATE OR REPLACE FUNCTION fencepost.dead_letter(
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     PERFORM fencepost._require_identity('consumer', p_consumer);
-    IF p_reason IS NULL OR p_reason NOT IN ('undecodable', 'handler_failed') THEN
-        PERFORM fencepost._refuse('ZF003', 'reason is neither undecodable nor handler_failed', 'reason', NULL);
+    IF p_reason IS NULL OR p_reason NOT IN ('undecodable', 'unknown_type', 'newer_version', 'handler_failed') THEN
+        PERFORM fencepost._refuse('ZF003', 'reason is not undecodable, unknown_type, newer_version or handler_failed', 'reason', NULL);
     END IF;
     PERFORM fencepost._require_coordinates(p_coordinates);
     IF p_headers IS NULL OR p_payload IS NULL THEN
