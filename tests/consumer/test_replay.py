@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 import pytest
@@ -485,6 +485,50 @@ def test_readers_keep_their_rights_and_see_the_old_tables_or_the_new_ones(
         assert conn.execute("SELECT reloptions FROM pg_class WHERE oid = 'totals'::regclass").fetchone() == (
             ["fillfactor=60"],
         )
+
+
+@projection(name="pair", tables=("left_half", "right_half"))
+def pair(tx: Connection[Any], event: Paid) -> None:
+    tx.execute("INSERT INTO left_half VALUES (%(o)s)", {"o": event.operation})
+    tx.execute("INSERT INTO right_half VALUES (%(o)s)", {"o": event.operation})
+
+
+def test_no_reader_ever_sees_one_table_replaced_and_the_other_not(roles: Roles, dsn: str) -> None:
+    seen_pairs: set[tuple[int, int]] = set()
+    stop = threading.Event()
+    failed: list[Exception] = []
+
+    def look() -> None:
+        order = ("left_half", "right_half"), ("right_half", "left_half")
+        try:
+            with roles.database.connect(autocommit=True) as conn:
+                while not stop.is_set():
+                    for one, other in order:
+                        query = f"SELECT (SELECT count(*) FROM {one}), (SELECT count(*) FROM {other})"
+                        seen_pairs.add(cast(tuple[int, int], conn.execute(query.encode()).fetchone()))
+        except Exception as error:
+            failed.append(error)
+
+    with roles.database.connect(autocommit=True) as conn:
+        conn.execute("DROP TABLE IF EXISTS left_half, right_half, pair_replay, pair_newest, pair_held")
+        for table in ("left_half", "right_half"):
+            conn.execute(f"CREATE TABLE {table} (operation text PRIMARY KEY)".encode())
+            conn.execute(f"ALTER TABLE {table} OWNER TO {roles.name('projector')}".encode())
+    readers = [threading.Thread(target=look) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for n in range(1, 6):
+            with roles.database.connect() as conn:
+                accept(conn, n)
+            assert replay(pair, dsn, OutboxHistory(dsn), drop_old=True).swapped
+            wait_for(lambda n=n: (n, n) in seen_pairs or bool(failed), 10, "a reader to see the swap")  # type: ignore[misc]
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join(20)
+    assert failed == []
+    assert seen_pairs <= {(n, n) for n in range(6)} and len(seen_pairs) > 4
 
 
 @pytest.mark.parametrize(

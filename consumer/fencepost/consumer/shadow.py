@@ -23,8 +23,9 @@ __all__ = ["Shadow"]
 
 log = logging.getLogger("fencepost.consumer.replay")
 
-TRIES = 10
-LOCK_TIMEOUT = "2s"
+TRIES = 20
+# Shorter than the server's wait before it looks for deadlocks (1 s unless changed), so that none is a reader's loss.
+LOCK_TIMEOUT = "500ms"
 PAUSE_SECONDS = 1.0
 
 FOUND: LiteralString = """
@@ -162,7 +163,7 @@ class Shadow:
     def swap(self, *, drop_old: bool) -> None:
         """Puts the copies in place of the tables in one transaction; who may read these may read them.
 
-        Waits at most 2 s for readers at a time, ten times; then ReplayRefused, and the build stays for another run.
+        Waits at most half a second for readers at a time, twenty times; then ReplayRefused, and the build stays for another run.
         """
         for name in self.projection.tables:
             # Readers' first plans would else be made without knowing anything of the new tables.
@@ -173,7 +174,7 @@ class Shadow:
                     self.conn.execute(SET_LOCK_TIMEOUT, {"wait": LOCK_TIMEOUT})
                     self._swap()
                 break
-            except psycopg.errors.LockNotAvailable:
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 log.info("%s: tables are in use, try %d of %d", self.projection.name, tries, TRIES)
                 if tries == TRIES:
                     raise ReplayRefused(
