@@ -506,7 +506,7 @@ def test_no_reader_ever_sees_one_table_replaced_and_the_other_not(roles: Roles, 
                     for one, other in order:
                         query = f"SELECT (SELECT count(*) FROM {one}), (SELECT count(*) FROM {other})"
                         seen_pairs.add(cast(tuple[int, int], conn.execute(query.encode()).fetchone()))
-        except Exception as error:
+        except psycopg.Error as error:
             failed.append(error)
 
     with roles.database.connect(autocommit=True) as conn:

@@ -26,6 +26,7 @@ log = logging.getLogger("fencepost.consumer.replay")
 TRIES = 20
 # Shorter than the server's wait before it looks for deadlocks (1 s unless changed), so that none is a reader's loss.
 LOCK_TIMEOUT = "500ms"
+DROP_TIMEOUT = "10s"
 PAUSE_SECONDS = 1.0
 
 FOUND: LiteralString = """
@@ -190,8 +191,12 @@ class Shadow:
                     hint=f"the replay's login needs CREATE on schemas {self.projection.schema} and {self.projection.old}",
                 ) from None
         if drop_old:
-            with self.conn.transaction():
-                self._drop(self.projection.old)
+            try:
+                with self.conn.transaction():
+                    self.conn.execute(SET_LOCK_TIMEOUT, {"wait": DROP_TIMEOUT})
+                    self._drop(self.projection.old)
+            except psycopg.errors.LockNotAvailable:
+                log.warning("%s: somebody still reads what was replaced; it is kept", self.projection.name)
 
     def _swap(self) -> None:
         projection = self.projection
