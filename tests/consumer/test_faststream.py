@@ -202,3 +202,13 @@ def test_one_subscriber_takes_one_inbox_and_only_an_inbox() -> None:
     with pytest.raises(ConfigError) as broker_of_another_kind:
         Inboxes(object(), "")  # type: ignore[arg-type]  # pyright: ignore
     assert [each.value.field for each in (second, bare, broker_of_another_kind)] == ["subscriber", "handler", "broker"]
+
+
+def test_a_database_that_does_not_fit_the_handler_is_refused_when_it_is_declared(domain18: Database) -> None:
+    broker = RabbitBroker("amqp://127.0.0.1:1", ack_policy=MANUAL)
+    with domain18.connect() as conn:
+        inboxes = Inboxes(broker, conn)
+        inboxes.on(broker.subscriber("a", channel=LIMITED))(insert)
+        with pytest.raises(ConfigError) as refused:
+            inboxes.on(broker.subscriber("b", channel=LIMITED))(insert_async)
+    assert refused.value.field == "database"

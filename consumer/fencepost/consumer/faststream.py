@@ -1,6 +1,6 @@
 """FastStream: a subscriber whose handler is an inbox; a delivery is acknowledged only after the inbox has committed.
 
-    inboxes = Inboxes(broker, dsn)
+    inboxes = Inboxes(broker, database)
 
     @inboxes.on(broker.subscriber("reports", ack_policy=AckPolicy.MANUAL, channel=Channel(prefetch_count=16)))
     @inbox(consumer="report-analysis")
@@ -35,7 +35,8 @@ from fencepost.consumer.executors import Threads
 from fencepost.consumer.faststream_sources import Queue, Topic
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
-from fencepost.consumer.runner import Again, AsyncHandling, RunnerOptions, Tries
+from fencepost.consumer.runner import Again, AsyncHandling, RunnerOptions, Tries, require_fit
+from fencepost.consumer.transactions import AsyncDatabase, Database
 from fencepost.schemas.errors import ConfigError
 
 __all__ = ["Inboxes"]
@@ -57,14 +58,21 @@ class Inboxes:
     """The inboxes of one FastStream broker: nothing of theirs is acknowledged before it is committed, nothing skipped.
 
     Adds an outermost middleware to ``broker``: what any other middleware fails on or swallows is delivered again.
-    ``options`` are those of a runner. Give ``close`` to the application's ``after_shutdown``.
+    ``database`` and ``options`` are those of a runner. Give ``close`` to the application's ``after_shutdown``.
     """
 
-    def __init__(self, broker: RabbitBroker | KafkaBroker, dsn: str, *, options: RunnerOptions | None = None) -> None:
+    def __init__(
+        self,
+        broker: RabbitBroker | KafkaBroker,
+        database: Database | AsyncDatabase,
+        *,
+        options: RunnerOptions | None = None,
+    ) -> None:
         if not isinstance(cast(object, broker), RabbitBroker | KafkaBroker):
-            raise _refused("broker", "the broker is not one of RabbitMQ or of Kafka by confluent-kafka")
+            what = "the broker is not one of RabbitMQ or of Kafka by confluent-kafka"
+            raise _refused("broker", what, "give a faststream.rabbit.RabbitBroker or faststream.confluent.KafkaBroker")
         self._broker = broker
-        self._dsn = dsn
+        self._database = database
         self._options = options or RunnerOptions()
         self._feeds: dict[object, _Feed] = {}
         broker.insert_middleware(cast(Any, self._net))
@@ -73,7 +81,8 @@ class Inboxes:
         """Makes the inbox below the one handler of ``subscriber``, of this broker or of a router included in it.
 
         Raises ConfigError, now and not at the first message, where the subscriber or its broker would acknowledge by
-        itself, hand over several messages at a time, or take deliveries without limit.
+        itself, hand over several messages at a time, or take deliveries without limit, and for a database that does not
+        fit the handler.
         """
         source = self._source(subscriber)
 
@@ -82,7 +91,8 @@ class Inboxes:
                 raise _refused("handler", "the handler is not an inbox", "put @inbox(consumer=...) right above it")
             if subscriber.calls:
                 raise _refused("subscriber", "the subscriber has a handler already", "one subscriber for each inbox")
-            feed = self._feeds[subscriber] = _Feed(inbox, source, self._dsn, self._options)
+            require_fit(inbox, self._database)
+            feed = self._feeds[subscriber] = _Feed(inbox, source, self._database, self._options)
 
             async def handle(message: Any) -> None:
                 await feed.handle(message)
@@ -158,9 +168,13 @@ class _Feed:
     """One inbox and where its deliveries come from."""
 
     def __init__(
-        self, inbox: Inbox[Any] | AsyncInbox[Any], source: Queue | Topic, dsn: str, options: RunnerOptions
+        self,
+        inbox: Inbox[Any] | AsyncInbox[Any],
+        source: Queue | Topic,
+        database: Database | AsyncDatabase,
+        options: RunnerOptions,
     ) -> None:
-        self._inbox, self._source, self._dsn, self._options = inbox, source, dsn, options
+        self._inbox, self._source, self._database, self._options = inbox, source, database, options
         self._handling: Threads | AsyncHandling | None = None
         self._slots = asyncio.Semaphore(options.concurrency)
         self._missed = 0
@@ -202,10 +216,10 @@ class _Feed:
         if isinstance(self._inbox, AsyncInbox):
             async with self._slots:
                 if not isinstance(self._handling, AsyncHandling):
-                    self._handling = AsyncHandling(self._inbox, self._dsn, self._options)
+                    self._handling = AsyncHandling(self._inbox, cast(AsyncDatabase, self._database), self._options)
                 return await self._handling.attempt(delivery, tries)
         if not isinstance(self._handling, Threads):
-            self._handling = Threads(self._inbox, self._dsn, self._options)
+            self._handling = Threads(self._inbox, cast(Database, self._database), self._options)
         return await asyncio.wrap_future(self._handling.start(delivery, tries))
 
     async def _pause(self, seconds: float) -> None:
@@ -226,5 +240,5 @@ async def _undecoded(message: StreamMessage[Any]) -> StreamMessage[Any]:
     return message
 
 
-def _refused(field: str, what: str, hint: str | None = None) -> ConfigError:
+def _refused(field: str, what: str, hint: str) -> ConfigError:
     return ConfigError(what, field=field, hint=hint)
