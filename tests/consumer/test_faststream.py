@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from faststream import AckPolicy
 from faststream.confluent import KafkaBroker, TestKafkaBroker
-from faststream.rabbit import Channel, RabbitBroker, TestRabbitBroker
+from faststream.rabbit import Channel, RabbitBroker, RabbitRouter, TestRabbitBroker
 from psycopg import AsyncConnection, Connection
 
 from fencepost.consumer.faststream import Inboxes
@@ -212,3 +213,26 @@ def test_a_database_that_does_not_fit_the_handler_is_refused_when_it_is_declared
         with pytest.raises(ConfigError) as refused:
             inboxes.on(broker.subscriber("b", channel=LIMITED))(insert_async)
     assert refused.value.field == "database"
+
+
+def test_a_subscriber_of_a_router_is_an_inbox_under_the_name_that_its_queue_really_has(domain18: Database) -> None:
+    broker, router = RabbitBroker("amqp://127.0.0.1:1"), RabbitRouter(prefix="eu.")
+    inboxes = Inboxes(broker, domain18.dsn, options=FAST)
+    inboxes.on(router.subscriber("reports", ack_policy=MANUAL, channel=LIMITED))(insert)
+    broker.include_router(router)
+    value = envelope(operation="op-1")
+    headers, content_type = amqp_binding.encode(value)
+
+    async def main() -> None:
+        try:
+            async with TestRabbitBroker(broker):
+                for _ in range(2):
+                    await broker.publish(value.payload, "eu.reports", headers=dict(headers), content_type=content_type)
+        finally:
+            await inboxes.close()
+
+    asyncio.run(main())
+    assert operations(domain18) == ["op-1"]
+    with domain18.connect() as conn:
+        found = conn.execute("SELECT coordinates FROM fencepost.delivery").fetchall()
+    assert {json.loads(text)[3] for (text,) in found} == {"eu.reports"}
