@@ -66,18 +66,19 @@ def encoder(source: str) -> Encoder:
         attributes: Mapping[str, str] | None = None,
         reference: str | None = None,
     ) -> list[Header]:
+        of_type, of_tenant, of_epoch = _recurring(type, version, tenant, epoch)
         found = [
             first,
             second,
             third,
             ("ce_id", str(id).encode()),
-            _type(type, version),
+            of_type,
             ("ce_time", instant(time).encode()),
             ("ce_partitionkey", ordering_key.encode()),
             ("ce_sequence", b"%020d" % sequence),
-            _tenant(tenant),
+            of_tenant,
             ("ce_fpoperation", operation.encode()),
-            _epoch(epoch),
+            of_epoch,
             ("ce_fpdigest", b"sha256-v1:" + hexlify(digest[1:])),
         ]
         if reference is not None:
@@ -153,18 +154,13 @@ def _text(raw: str | bytes | None, name: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _type(type: str, version: int) -> Header:
-    return "ce_type", wire_type(type, version).encode()
-
-
-@lru_cache(maxsize=1024)
-def _tenant(tenant: str) -> Header:
-    return "ce_fptenant", tenant.encode()
-
-
-@lru_cache(maxsize=1024)
-def _epoch(epoch: int) -> Header:
-    return "ce_fpepoch", b"%d" % epoch
+def _recurring(type: str, version: int, tenant: str, epoch: int) -> tuple[Header, Header, Header]:
+    """What many events have in common."""
+    return (
+        ("ce_type", wire_type(type, version).encode()),
+        ("ce_fptenant", tenant.encode()),
+        ("ce_fpepoch", b"%d" % epoch),
+    )
 
 
 _encoder: Callable[[str], Encoder] = lru_cache(maxsize=16)(encoder)
