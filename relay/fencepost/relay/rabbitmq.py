@@ -18,11 +18,12 @@ import aiormq
 from aiormq import spec
 
 from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
-from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place, Route
+from fencepost.relay.publisher import CONFIRMED, UNKNOWN_VERSION, Answer, Outcome, Outgoing, ParkReason, Place, Route
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
 from fencepost.relay.rabbitmq_refusals import unreachable
 from fencepost.schemas import amqp_binding
+from fencepost.schemas.digest import TAG
 from fencepost.schemas.envelope import CONTENT_TYPE
 from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
 
@@ -356,7 +357,11 @@ class RabbitPublisher:
         if len(row.payload) > self._max_bytes:
             detail = f"{len(row.payload)} bytes, the limit is {self._max_bytes}"
             return Outcome(Answer.REFUSED, ParkReason.TOO_LARGE, detail)
+        if row.digest[:1] != TAG or row.content_type != CONTENT_TYPE:
+            return UNKNOWN_VERSION
         try:
+            if not row.payload:
+                raise ValueError("an event without a payload is none")
             headers = self._encode(
                 row.event_id,
                 row.type,
