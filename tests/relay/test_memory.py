@@ -11,8 +11,8 @@ from support.processes import Child
 from support.relays import accepted, registered
 
 EVENTS = 400
-# Read ahead: one share of 16 MiB for each of the batches on their way and the one being read, and as much again in copies.
-GROWTH_MIB = 200
+# At most 16 MiB for each of the four batches on their way and the one being read, and what making them takes.
+GROWTH_MIB = 160
 MiB = 1 << 20
 FILL: LiteralString = """
 INSERT INTO fencepost.outbox (child, slot, seq, xid, era, event_id, tenant, operation, type, version, epoch, ordering_key,
@@ -22,7 +22,7 @@ SELECT 0, g %% 16, nextval('fencepost.outbox_seq'), pg_current_xact_id(), 1, gen
     convert_to('"' || repeat('x', 1048574) || '"', 'UTF8')
 FROM generate_series(1, %(events)s) AS g"""
 RELAY = """
-import json, resource, sys, threading
+import json, pathlib, sys, threading
 from concurrent.futures import Future
 from fencepost.relay.destination import Destination
 from fencepost.relay.loop import DestinationLoop, Pace
@@ -30,25 +30,28 @@ from fencepost.relay.publisher import CONFIRMED
 from support.relays import EVERYTHING
 
 class Slow:
-    sent = size = largest = 0
+    sent = size = 0
     def open(self, deadline): pass
     def close(self, deadline): pass
     def send(self, batch, deadline):
         future = Future()
         self.sent += len(batch)
         self.size += sum(len(item.row.payload) for item in batch)
-        self.largest = max(self.largest, len(batch))
         threading.Timer(0.1, lambda kept: future.set_result([CONFIRMED] * len(kept)), [list(batch)]).start()
         return future
 
 broker = Slow()
 loop = DestinationLoop(sys.argv[1], Destination("memory", "kafka", EVERYTHING, lambda source: broker),
                        pace=Pace(), stop=threading.Event())
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    "MiB; of this program alone, which the resource usage of a child is not."
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+
+before = peak()
 loop.run(once=True)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps({"sent": broker.sent, "bytes": broker.size, "published": loop.counters.published,
-                  "grown_mib": (peak - before) / 1024}))
+                  "grown_mib": peak() - before}))
 """
 
 
