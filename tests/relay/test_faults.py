@@ -5,17 +5,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import LiteralString
+from typing import Any, LiteralString
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from conformance.harness import Arrived
 from conformance.on_rabbitmq import OnRabbit
+from fencepost.relay import outbox
 from fencepost.relay.destination import Destination
 from fencepost.relay.health import HealthAddress
 from fencepost.relay.loop import Pace
+from fencepost.relay.outbox import Accepted
 from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
 from fencepost.relay.sidecar import Relay
@@ -26,8 +29,8 @@ from support.health import LOOPBACK, ask, becomes, metric, readiness, running
 from support.memory_broker import MemoryBroker, confirm
 from support.processes import wait_for
 from support.proxy import Proxy
-from support.relaying import enqueue
-from support.relays import BRISK, destination, value
+from support.relaying import Noted, enqueue
+from support.relays import BRISK, destination, relay_once, value
 from support.services import Services
 
 HERE = HealthAddress(LOOPBACK, 0)
@@ -36,6 +39,14 @@ PACE = replace(BRISK, answer=1.0)
 READERS: LiteralString = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE datname = current_database() AND application_name = 'fencepost' AND query = 'COMMIT'"""
+OWNERS: LiteralString = (
+    "SELECT count(DISTINCT owner) FROM fencepost.slot WHERE destination = 'memory' AND owner IS NOT NULL"
+)
+END_OTHERS: LiteralString = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"""
+LEFT_OPEN: LiteralString = """
+SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%'
+AND state_change < clock_timestamp() - interval '1 second'"""
 
 
 @pytest.fixture
@@ -164,6 +175,59 @@ def test_an_ack_whose_answer_is_lost_is_neither_believed_nor_repeated_as_somethi
     assert {*found} == {f"op-{n}" for n in range(15)}
     assert {o for o in found if found.count(o) > 1} <= {f"op-{n}" for n in range(5, 10)}
     assert in_key_order(broker.arrived)
+
+
+def test_an_accepted_event_whose_commit_was_not_answered_is_accepted_once(database18: Database, proxy: Proxy) -> None:
+    def accept(conn: psycopg.Connection[Any], n: int) -> Accepted:
+        return outbox.enqueue(conn, Noted(tenant="acme", operation=f"op-{n}", n=n))
+
+    def lose() -> None:
+        wait_for(lambda: proxy.dropped_bytes > 0, 20, "the answer to be lost")
+        proxy.cut()
+
+    with psycopg.connect(through(proxy, database18), connect_timeout=5) as conn:
+        assert accept(conn, 1).created  # the control: a commit that is answered
+        conn.commit()
+        unknown = accept(conn, 2)
+        proxy.drop_replies()
+        ending = threading.Thread(target=lose)
+        ending.start()
+        with pytest.raises(psycopg.OperationalError):
+            conn.commit()
+        ending.join(20)
+    proxy.heal()
+    with psycopg.connect(through(proxy, database18), connect_timeout=5) as conn:
+        again = accept(conn, 2)
+        conn.commit()
+    assert again == Accepted(unknown.event_id, created=False)
+    broker = MemoryBroker()
+    relay_once(database18, destination(broker))
+    assert sorted(broker.operations()) == ["op-1", "op-2"]
+
+
+@pytest.mark.parametrize("pool_size", [1, 4])
+def test_relays_behind_a_transaction_pooler_share_its_connections_and_survive_the_loss_of_all_of_them(
+    database18: Database, services: Services, pool_size: int
+) -> None:
+    pooled = services.pgbouncer("18", pool_size=pool_size).dsn(database18.dsn)
+    brokers = MemoryBroker(), MemoryBroker()
+    first, second = (relay(pooled, destination(broker)) for broker in brokers)
+
+    def arrived() -> set[str]:
+        return {operation for broker in brokers for operation in broker.operations()}
+
+    with running(first), running(second), database18.connect(autocommit=True) as conn:
+        wait_for(lambda: value(conn, OWNERS) == 2, 30, "both to own slots")
+        before = enqueue(database18, 30)
+        wait_for(lambda: acked(first) + acked(second) == 30, 30, "the control")
+        assert value(conn, END_OTHERS) > 0
+        after = enqueue(database18, 30, first=30)
+        wait_for(lambda: arrived() == {*before, *after}, 40, "the rest")
+        becomes(first, "ready")
+        becomes(second, "ready")
+        assert value(conn, LEFT_OPEN) == 0
+    assert all(broker.operations().count(operation) <= 1 for broker in brokers for operation in before)
+    assert all(in_key_order(broker.arrived) for broker in brokers)
 
 
 def test_a_slow_database_only_makes_it_slower(database18: Database, proxy: Proxy) -> None:

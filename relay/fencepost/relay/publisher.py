@@ -68,6 +68,7 @@ class ParkReason(StrEnum):
     TOO_LARGE = "too_large"
     NOT_AUTHORISED = "not_authorised"
     UNDECODABLE = "undecodable"
+    UNKNOWN_VERSION = "unknown_version"
     BEHIND = "behind"
     OVERTAKEN = "overtaken"
 
@@ -99,6 +100,8 @@ class Outcome(NamedTuple):
 
 CONFIRMED = Outcome(Answer.CONFIRMED)
 WITHHELD = Outcome(Answer.WITHHELD)
+UNKNOWN_VERSION = Outcome(Answer.REFUSED, ParkReason.UNKNOWN_VERSION, "digest or content type")
+"""Of a row whose digest or content is of a kind that this version does not know: it would be sent under a wrong name."""
 
 
 class Publisher(Protocol):

@@ -216,7 +216,7 @@ CREATE TABLE fencepost.parked (
     reference    text,
     payload      bytea NOT NULL,
     reason       text NOT NULL CHECK (reason IN ('unroutable', 'no_route', 'no_such_exchange', 'no_such_topic',
-                   'too_large', 'not_authorised', 'undecodable', 'behind', 'overtaken')),
+                   'too_large', 'not_authorised', 'undecodable', 'unknown_version', 'behind', 'overtaken')),
     detail       text NOT NULL DEFAULT '',
     overtaken_by bigint,
     attempts     integer NOT NULL DEFAULT 1,
@@ -226,7 +226,7 @@ CREATE TABLE fencepost.parked (
 );
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0002_outbox.sql', '72cfa0cd27e26a07e8747c9cce6d4b00648cc4e38325c33129e36024e83cb000');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0002_outbox.sql', 'ec9a75f285f6e974a4c3b599495b5d5bacf1cb59fa10e8ed52e87b4c4d26572a');
 
 -- 0003_inbox.sql
 -- Reservation: one committed handling per tenant, consumer, operation and type; deliveries are kept apart from it.
