@@ -13,7 +13,8 @@ import pytest
 from psycopg import Connection
 
 from fencepost.relay.doorbell import DOZE, RUNG, Doorbell
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.sidecar import Relay
 from support.database import Database
 from support.memory_broker import MemoryBroker
@@ -183,7 +184,8 @@ def test_nobody_is_notified_without_a_sleeper_and_one_commit_notifies_with_one(d
 CHILD = """
 import sys, threading
 from fencepost.relay.doorbell import Doorbell
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.sidecar import Relay
 from support.memory_broker import MemoryBroker
 from support.relays import destination

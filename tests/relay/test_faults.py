@@ -15,7 +15,7 @@ from conformance.harness import Arrived
 from conformance.on_rabbitmq import OnRabbit
 from fencepost.relay.destination import Destination
 from fencepost.relay.health import HealthAddress
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
 from fencepost.relay.sidecar import Relay

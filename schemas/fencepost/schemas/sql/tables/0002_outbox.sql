@@ -122,7 +122,7 @@ CREATE TABLE fencepost.parked (
     reference    text,
     payload      bytea NOT NULL,
     reason       text NOT NULL CHECK (reason IN ('unroutable', 'no_route', 'no_such_exchange', 'no_such_topic',
-                   'too_large', 'not_authorised', 'undecodable', 'behind', 'overtaken')),
+                   'too_large', 'not_authorised', 'undecodable', 'nacked', 'unanswered', 'behind', 'overtaken')),
     detail       text NOT NULL DEFAULT '',
     overtaken_by bigint,
     attempts     integer NOT NULL DEFAULT 1,
