@@ -19,13 +19,17 @@ from fencepost.relay.slots import SlotLease
 
 @dataclass(slots=True)
 class Flight:
-    """Parts whose events were handed to the broker together at `sent_at` (monotonic), and what was set aside instead."""
+    """Parts whose events were handed to the broker together at `sent_at` (monotonic), and what was set aside instead.
+
+    `doubtful` with a part of a slot that was stopped before.
+    """
 
     parts: list[Part]
     batch: list[Outgoing]
     aside: list[Parking]
     sent_at: float
     answers: Future[list[Outcome]]
+    doubtful: bool
 
 
 def sort_out(

@@ -275,7 +275,8 @@ class DestinationLoop:
 
     def _read_ahead(self, conn: Connection[Any], worker: ThreadPoolExecutor) -> bool:
         """Starts to read the next parts; pages without rows to publish are settled at once."""
-        if self._reading is not None or len(self._flights) >= self._pace.ahead or not self._lease.held:
+        ahead = max(2, self._pace.ahead) if self._flights and self._flights[0].doubtful else self._pace.ahead
+        if self._reading is not None or len(self._flights) >= ahead or not self._lease.held:
             return False
         now = time.monotonic()
         held = {s: h for s, h in self._lease.held.items() if s not in self._leaving and h.not_before <= now}
@@ -329,14 +330,19 @@ class DestinationLoop:
         self._reading = None
         # Events that stopped their slots come first: what overtakes them in this send is told from what was merely sooner.
         parts.sort(key=lambda part: -self._lease.held[part.slot].doubts)
+        doubtful = any(self._lease.held[part.slot].doubts for part in parts)
         batch, aside = sort_out(parts, self._lease, self.destination)
         # Crash here: [B1] read and not sent: whoever owns the slots next reads it again.
-        self._flights.append(Flight(parts, batch, aside, time.monotonic(), self._delivery.send(batch)))
+        self._flights.append(Flight(parts, batch, aside, time.monotonic(), self._delivery.send(batch), doubtful))
         # Crash here: [B2] handed over, stored or not: the slots' next owner sends all of it again, same bytes.
         return True
 
     def _settle(self, conn: Connection[Any]) -> bool:
         """Records the oldest flights whose events all have an answer; anything but a confirm is settled in order first."""
+        flights = self._flights
+        if len(flights) == 1 and flights[0].doubtful and self._reading is not None and not self._stop.is_set():
+            # A stopped slot's page may end with the very event that stopped it: what comes after it goes along.
+            return False
         done: list[Flight] = []
         while self._flights and self._flights[0].answers.done():
             done.append(self._flights.popleft())
@@ -396,11 +402,9 @@ class DestinationLoop:
         return published is not None
 
     def _await(self, seconds: float) -> None:
-        pending: list[Future[Any]] = [flight.answers for flight in list(self._flights)[:1]]
-        if self._reading is not None and not self._reading.done():
-            pending.append(self._reading)
-        if self._retries.answers is not None:
-            pending.append(self._retries.answers)
+        found: list[Future[Any] | None] = [flight.answers for flight in list(self._flights)[:1]]
+        found += [self._reading, self._retries.answers]
+        pending = [future for future in found if future is not None and not future.done()]
         if pending:
             wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
         else:
