@@ -16,6 +16,22 @@ PARKED: LiteralString = "SELECT operation, reason FROM fencepost.parked ORDER BY
 SET_ASIDE: LiteralString = "SELECT count(*) > 0 FROM fencepost.parked"
 NONE_PARKED: LiteralString = "SELECT count(*) = 0 FROM fencepost.parked"
 
+# What a restore will do: the same progress, under ticks of a new era, and none of the old one's left.
+NEW_ERA: LiteralString = """
+DO $$ BEGIN
+    PERFORM FROM fencepost.slot FOR UPDATE;
+    UPDATE fencepost.installation SET era = era + 1;
+    INSERT INTO fencepost.tick (era, n, snap, hint, next, snap_xmax, snap_xip)
+    SELECT 1 + era, n, snap, hint, next, snap_xmax, snap_xip FROM fencepost.tick;
+    INSERT INTO fencepost.ack (child, destination, slot, n, era, acked_tick, end_tick, position, generation)
+    SELECT k.child, k.destination, k.slot, nextval('fencepost.ack_seq'), 1 + k.era, k.acked_tick, k.end_tick, k.position,
+           k.generation
+    FROM (SELECT DISTINCT ON (a.destination, a.slot) a.* FROM fencepost.ack AS a
+          ORDER BY a.destination, a.slot, a.n DESC) AS k;
+    UPDATE fencepost.destination SET start_era = start_era + 1;
+    DELETE FROM fencepost.tick WHERE era < (SELECT i.era FROM fencepost.installation AS i);
+END $$"""
+
 
 class Stuck:
     """Answers like this for the events of a key until `mended`."""
@@ -118,3 +134,21 @@ def test_what_got_through_in_front_of_a_stuck_event_of_its_slot_is_not_sent_agai
         arrived(lambda: [o for o in broker.operations() if o == "last"], 1)
     others = [o for o in broker.operations() if o not in ("first", "last")]
     assert len(others) == len(set(others)) == 300
+
+
+def test_a_new_era_that_is_noticed_while_something_is_sent_again_has_its_own_ticks(database: Database) -> None:
+    stuck = Stuck(Answer.NACKED)
+    broker = MemoryBroker(stuck)
+    with relaying(database, destination(broker)), database.connect(autocommit=True) as conn:
+        accepted(database, "control", key="good")
+        arrived(broker.operations, 1)
+        accepted(database, "stuck", key="full")
+        before = broker.sends
+        arrived(lambda: ["sent"] * (broker.sends - before), 4)
+        conn.execute(NEW_ERA)
+        arrived(lambda: ["sent"] * (broker.sends - before), 12)
+        stuck.mended.set()
+        arrived(broker.operations, 2)
+        accepted(database, "later", key="good")
+        found = arrived(broker.operations, 3)
+    assert sorted(set(found)) == ["control", "later", "stuck"]

@@ -30,14 +30,14 @@ SELECT NOT EXISTS (SELECT FROM fencepost.parked) AND NOT EXISTS (
         WHERE a.destination = 'events' AND a.slot = o.slot AND pg_visible_in_snapshot(o.xid, t.snap) AND o.seq <= t.hint))"""
 
 
-class Filed(Event, type="test.filed", version=1):
+class Shelved(Event, type="test.shelved", version=1):
     """What is for the place that takes nothing more."""
 
 
 def file(database: Database, *operations: str) -> None:
     with database.connect() as conn:
         for operation in operations:
-            outbox.enqueue(conn, Filed(tenant="acme", operation=operation, ordering_key="files"))
+            outbox.enqueue(conn, Shelved(tenant="acme", operation=operation, ordering_key="files"))
             conn.commit()
 
 
@@ -74,7 +74,7 @@ def test_a_full_queue_keeps_no_other_queue_of_its_exchange_waiting(database18: D
         await queue.bind(free.to, "full")
 
     on.on_channel(bind)
-    routes = [Route("test.filed", free.to, "full"), Route("*", free.to, "free")]
+    routes = [Route("test.shelved", free.to, "full"), Route("*", free.to, "free")]
     filed = [f"f{n}" for n in range(1, 7)]
     with running(relay(database18.dsn, on, services, routes)), database18.connect(autocommit=True) as conn:
         note(database18, "n0")
