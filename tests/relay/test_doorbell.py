@@ -16,7 +16,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from fencepost.relay import doorbell
 from fencepost.relay.doorbell import DOZE, RUNG, Doorbell
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.sidecar import Relay
 from support.database import Database
 from support.memory_broker import MemoryBroker
@@ -245,7 +246,8 @@ def test_nobody_is_notified_without_a_sleeper_and_one_commit_notifies_with_one(d
 CHILD = """
 import sys, threading
 from fencepost.relay.doorbell import Doorbell
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.sidecar import Relay
 from support.memory_broker import MemoryBroker
 from support.relays import destination

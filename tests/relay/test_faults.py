@@ -17,10 +17,11 @@ from conformance.on_rabbitmq import OnRabbit
 from fencepost.relay import outbox
 from fencepost.relay.destination import Destination
 from fencepost.relay.health import HealthAddress
-from fencepost.relay.loop import Pace
 from fencepost.relay.outbox import Accepted
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
+from fencepost.relay.recycling import Recycler
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas import migrate
 from stack.postgres import PostgresServer
@@ -36,6 +37,7 @@ from support.services import Services
 HERE = HealthAddress(LOOPBACK, 0)
 # A silent database is left after a second.
 PACE = replace(BRISK, answer=1.0)
+DUTY: LiteralString = "SELECT count(*) = 1 FROM fencepost.duty WHERE name = 'recycling'"
 READERS: LiteralString = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE datname = current_database() AND application_name = 'fencepost' AND query = 'COMMIT'"""
@@ -118,6 +120,23 @@ def test_a_black_holed_database_ends_the_lease_by_our_own_deadline_and_another_r
             wait_for(lambda: {*last} <= {*first.operations(), *second.operations()}, 30, "both to share the rest")
     assert len(first.arrived) + len(second.arrived) == 40
     assert set(first.operations()) | set(second.operations()) == {*before, *after, *last}
+
+
+def test_a_recycler_whose_database_is_silent_leaves_that_connection(
+    database18: Database, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    recycler = Recycler(through(proxy, database18), seconds=0.05, answer=1.0)
+    with database18.connect(autocommit=True) as conn, caplog.at_level("WARNING", "fencepost.relay.recycling"):
+        recycler.start()
+        try:
+            wait_for(lambda: value(conn, DUTY), 10, "the control: it holds the duty")
+            proxy.blackhole()
+            wait_for(lambda: "NoAnswer" in caplog.text, 15, "the deadline")
+            proxy.heal()
+            conn.execute("DELETE FROM fencepost.duty WHERE name = 'recycling'")
+            wait_for(lambda: value(conn, DUTY), 15, "another turn")
+        finally:
+            recycler.stop()
 
 
 def test_an_idle_relay_whose_connections_died_without_a_sign_publishes_what_comes_next(

@@ -25,7 +25,8 @@ RELAY = """
 import json, pathlib, sys, threading
 from concurrent.futures import Future
 from fencepost.relay.destination import Destination
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import CONFIRMED
 from support.relays import EVERYTHING
 
