@@ -55,6 +55,14 @@ def broken(tx: Connection[Any], event: Accepted) -> None:
         raise ValueError("no")
 
 
+@inbox(consumer="broken")
+async def broken_async(tx: AsyncConnection[Any], event: Accepted) -> None:
+    """Fails for one operation."""
+    await tx.execute("INSERT INTO handled (consumer, operation) VALUES ('broken', %s)", (event.operation,))
+    if event.n == 1:
+        raise ValueError("no")
+
+
 worker = Worker()
 
 

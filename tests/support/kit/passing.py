@@ -6,6 +6,7 @@ from datetime import timedelta
 import psycopg
 import pytest
 
+from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Outcome
 from fencepost.jobs.publish import publish
 from fencepost.operate.testing import (
@@ -24,7 +25,17 @@ from fencepost.operate.testing import (
 from fencepost.relay import outbox
 from fencepost.relay.publisher import ParkReason, Route
 from fencepost.schemas.errors import ConfigError, InvalidInput, StaleFence
-from support.kit.app import Accepted, Withdrawn, accept, broken, handled, on_accepted, on_accepted_async, worker
+from support.kit.app import (
+    Accepted,
+    Withdrawn,
+    accept,
+    broken,
+    broken_async,
+    handled,
+    on_accepted,
+    on_accepted_async,
+    worker,
+)
 
 
 def test_two_tests_never_see_each_others_rows(fencepost_database: Database) -> None:
@@ -173,6 +184,22 @@ def test_what_a_handler_raises_comes_out_and_its_message_stays(
         fencepost_broker.deliver(broken)
     assert handled(fencepost_database.dsn, "broken") == ["op-0"]
     assert [message.operation for message in fencepost_broker.waiting(broken)] == ["op-1", "op-2"]
+
+
+@pytest.mark.parametrize("handler", [broken, broken_async], ids=["sync", "async"])
+def test_a_handler_that_fails_as_often_as_allowed_leaves_a_dead_letter_and_the_rest_goes_on(
+    fencepost_database: Database, fencepost_broker: MemoryBroker, handler: Inbox[Accepted] | AsyncInbox[Accepted]
+) -> None:
+    accept(fencepost_database.dsn, 0, 1, 2, key="k")
+    fencepost_broker.relay()
+    done = fencepost_broker.deliver(handler, max_attempts=3)
+    assert [d.outcome for d in done] == [Outcome.HANDLED, Outcome.HANDLER_FAILED, Outcome.HANDLED]
+    assert fencepost_broker.waiting(handler) == []
+    assert handled(fencepost_database.dsn, "broken") == ["op-0", "op-2"]
+    with fencepost_database.connect() as conn:
+        letters = conn.execute("SELECT operation, reason, attempts FROM fencepost.dead_letter").fetchall()
+        assert letters == [("op-1", "handler_failed", 3)]
+        assert age(conn, 60, of="dead letters") == 1
 
 
 @pytest.mark.parametrize("point", ["counted", "before commit"])

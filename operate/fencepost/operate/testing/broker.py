@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from typing import Any, TypeVar, cast
 
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
+from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries
 from fencepost.operate.testing.crash import reach
 from fencepost.operate.testing.databases import Database
 from fencepost.operate.testing.messages import Kind, Message, encoded, shuffled
@@ -29,13 +31,14 @@ from fencepost.relay.loop import Pace
 from fencepost.relay.parking import RetryPolicy
 from fencepost.relay.publisher import CONFIRMED, WITHHELD, Answer, Outcome, Outgoing, ParkReason, Route
 from fencepost.relay.sidecar import Relay, Summary
-from fencepost.schemas.errors import ConfigError, FencepostError, InvalidInput
+from fencepost.schemas.errors import ConfigError, FencepostError, InvalidInput, Unresolved
 
 __all__ = ["MemoryBroker"]
 
 DESTINATION = "memory"
 CLUSTER = "memory"
 TOPIC = "events"
+TRIES_MAX = 1010
 PACE = Pace(lease=8.0, refresh=0.3, confirm=2.5, poll_max=0.05, drain=1.0, retry=RetryPolicy(base=0.3, cap=1.0))
 
 B = TypeVar("B", Inbox[Any], AsyncInbox[Any])
@@ -108,30 +111,55 @@ class MemoryBroker:
         topics: Sequence[str] | None = None,
         copies: int = 1,
         shuffle: int | None = None,
+        max_attempts: int | None = None,
         database: Any = None,
     ) -> list[Handled]:
         """Hands over what this consumer has not acknowledged, acknowledges what is handled, and says what became of it.
 
         Without ``topics`` every message of a type that the handler takes, else all of these topics. Each arrives
         ``copies`` times, acknowledged after the last. ``shuffle``, a seed, changes the order between keys, never within
-        one. ``database`` is what the inbox opens its transactions on, in any form it takes (default: the fixture's). What
-        the handler raises comes out; that message and later ones stay unacknowledged, as after a crash.
+        one. ``database`` is what the inbox opens its transactions on, in any form it takes (default: the fixture's).
+
+        What the handler raises comes out; that message and later ones stay unacknowledged. With ``max_attempts`` it is
+        judged as by a runner instead: tried again so often, then kept as a dead letter and acknowledged; Unresolved when
+        that comes to no end.
         """
         if isinstance(inbox, AsyncInbox):
             try:
                 asyncio.get_running_loop()
             except RuntimeError:
                 return asyncio.run(
-                    self.deliver_async(inbox, topics=topics, copies=copies, shuffle=shuffle, database=database)
+                    self.deliver_async(
+                        inbox,
+                        topics=topics,
+                        copies=copies,
+                        shuffle=shuffle,
+                        max_attempts=max_attempts,
+                        database=database,
+                    )
                 )
             raise ConfigError("an event loop runs here", field="inbox", hint="await broker.deliver_async(...)")
         found: list[Handled] = []
         seen = _observed(inbox)
-        for message, last in self._arrivals(inbox, topics, copies, shuffle):
-            delivery = message.delivery(CLUSTER, redelivered=self._arrives(inbox.consumer, message))
-            found.append(seen.handle(database or self._database.dsn, delivery))
-            reach("after commit")
-            self._settle(inbox.consumer, message, last)
+        opened = database or self._database.dsn
+        options = None if max_attempts is None else _options(max_attempts)
+        handling = None if options is None else Handling(seen, opened, options)
+        try:
+            for message, last in self._arrivals(inbox, topics, copies, shuffle):
+                delivery = message.delivery(CLUSTER, redelivered=self._arrives(inbox.consumer, message))
+                if handling is None or options is None:
+                    found.append(seen.handle(opened, delivery))
+                else:
+                    tries = Tries(options)
+                    while isinstance(done := handling.attempt(delivery, tries), Again):
+                        _require_patience(tries)
+                        time.sleep(done.seconds)
+                    found.append(done)
+                reach("after commit")
+                self._settle(inbox.consumer, message, last)
+        finally:
+            if handling is not None:
+                handling.close()
         return found
 
     async def deliver_async(
@@ -141,16 +169,31 @@ class MemoryBroker:
         topics: Sequence[str] | None = None,
         copies: int = 1,
         shuffle: int | None = None,
+        max_attempts: int | None = None,
         database: Any = None,
     ) -> list[Handled]:
         """As `deliver`, inside a running event loop."""
         found: list[Handled] = []
         seen = _observed(inbox)
-        for message, last in self._arrivals(inbox, topics, copies, shuffle):
-            delivery = message.delivery(CLUSTER, redelivered=self._arrives(inbox.consumer, message))
-            found.append(await seen.handle(database or self._database.dsn, delivery))
-            reach("after commit")
-            self._settle(inbox.consumer, message, last)
+        opened = database or self._database.dsn
+        options = None if max_attempts is None else _options(max_attempts)
+        handling = None if options is None else AsyncHandling(seen, opened, options)
+        try:
+            for message, last in self._arrivals(inbox, topics, copies, shuffle):
+                delivery = message.delivery(CLUSTER, redelivered=self._arrives(inbox.consumer, message))
+                if handling is None or options is None:
+                    found.append(await seen.handle(opened, delivery))
+                else:
+                    tries = Tries(options)
+                    while isinstance(done := await handling.attempt(delivery, tries), Again):
+                        _require_patience(tries)
+                        await asyncio.sleep(done.seconds)
+                    found.append(done)
+                reach("after commit")
+                self._settle(inbox.consumer, message, last)
+        finally:
+            if handling is not None:
+                await handling.close()
         return found
 
     def _waiting(self, inbox: Inbox[Any] | AsyncInbox[Any], topics: Sequence[str] | None) -> list[int]:
@@ -228,6 +271,19 @@ class _Publisher:
 
     def close(self, deadline: float) -> None:
         """Nothing to leave."""
+
+
+def _options(max_attempts: int) -> RunnerOptions:
+    return RunnerOptions(concurrency=1, max_attempts=max_attempts, backoff_base=0.001, backoff_max=0.01)
+
+
+def _require_patience(tries: Tries) -> None:
+    if tries.tries >= TRIES_MAX:
+        raise Unresolved(
+            f"a delivery was tried {tries.tries} times, and the handler is not to blame",
+            field="database",
+            hint="see the log for what is",
+        )
 
 
 def _observed(inbox: B) -> B:
