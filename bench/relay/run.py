@@ -46,6 +46,7 @@ DELAY_SECONDS = 0.02
 # Small enough that waiting, not this machine, is what limits five relays.
 BATCH = 16
 PARTS = ("kafka", "rabbitmq", "drain", "idle", "latency", "pinned", "scaling", "peers")
+PEER_EVENTS = 40_000
 PEER_PACKAGES = ("txoutbox==0.2.2", "asyncpg", "confluent-kafka==2.16.1", "aio-pika==10.2.1")
 
 
@@ -61,7 +62,6 @@ class Report:
     """Lines as they are measured, and the bounds that were missed."""
 
     missed: list[str] = field(default_factory=list[str])
-    kafka_rate: float = 0.0
 
     def say(self, text: str) -> None:
         """One measured line."""
@@ -156,8 +156,6 @@ def throughput(bench: Bench, kind: str, database: Database, size: int, count: in
     if kind == "kafka":
         report.bound(f"kafka {size} B, relay to produce alone", to_raw, 0.35, least=True)
         report.bound(f"kafka {size} B, relay to read + produce", to_read, 0.6, least=True)
-        if size == SIZES[0]:
-            report.kafka_rate = median(relay)
     else:
         report.bound(f"rabbitmq {size} B, relay to raw aio-pika", to_raw, 0.85, least=True)
     report.bound(
@@ -485,39 +483,47 @@ def peers(bench: Bench, bootstrap: str) -> None:
         bench.report.say(f"PEERS NOT MEASURED: txoutbox could not be had ({type(error).__name__})")
         bench.report.missed.append("peers are missing")
         return
-    database = bench.databases.empty()
-    bench.opened.callback(bench.databases.drop, database)
-    count = 20_000
-    best = 0.0
-    for ordered in (True, False):
-        run = subprocess.run(
-            [
-                str(python),
-                str(Path(__file__).with_name("txoutbox_peer.py")),
-                database.dsn,
-                bootstrap,
-                stage.topic(bootstrap),
-            ]
-            + [str(count), "ordered" if ordered else "unordered"],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        )
-        if run.returncode != 0:
-            bench.report.say(f"PEERS NOT MEASURED: {run.stderr.strip().splitlines()[-1:]}")
-            bench.report.missed.append("peers are missing")
-            return
-        rates = json.loads(run.stdout.strip().splitlines()[-1])
+    theirs = bench.databases.empty()
+    bench.opened.callback(bench.databases.drop, theirs)
+    ours = bench.database()
+    stage.fill(ours, bench.options.events, SIZES[0])
+    topic = stage.topic(bootstrap)
+    rates: dict[str, list[float]] = {"ordered": [], "unordered": [], "relay": []}
+    for _ in range(bench.options.rounds):
+        for mode in ("ordered", "unordered"):
+            rate = peer(bench, python, [theirs.dsn, bootstrap, topic, str(PEER_EVENTS), mode])
+            if rate is None:
+                return
+            rates[mode].append(rate)
+        stage.rewind(ours)
+        options = {"dsn": ours.dsn, "count": bench.options.events, "seconds": bench.options.seconds}
+        found = stage.measure("relay_drain", kind="kafka", bootstrap=bootstrap, topic=topic, **options)
+        rates["relay"].append(float(found["rate"]))
+    for name, found_rates in rates.items():
+        shown_rates = ", ".join(f"{rate:,.0f}" for rate in found_rates)
         bench.report.say(
-            f"txoutbox, {'ordered' if ordered else 'unordered'}: {statistics.median(rates):,.0f}/s {rates}"
+            f"{'txoutbox ' if name != 'relay' else ''}{name}: {statistics.median(found_rates):,.0f}/s ({shown_rates})"
         )
-        best = max(best, statistics.median(rates))
-    if bench.report.kafka_rate:
-        bench.report.bound(
-            "kafka 200 B, relay to txoutbox", bench.report.kafka_rate / best, 5.0, least=True, form=".1f"
-        )
+    best = max(rates["ordered"], rates["unordered"], key=statistics.median)
+    ratio = statistics.median(a / b for a, b in zip(rates["relay"], best, strict=True))
+    bench.report.bound("kafka 200 B, relay to txoutbox", ratio, 5.0, least=True, form=".1f")
+
+
+def peer(bench: Bench, python: Path, arguments: list[str]) -> float | None:
+    """One run of txoutbox in its own environment; None, told loudly, when it failed."""
+    run = subprocess.run(
+        [str(python), str(Path(__file__).with_name("txoutbox_peer.py")), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    if run.returncode != 0:
+        bench.report.say(f"PEERS NOT MEASURED: {run.stderr.strip().splitlines()[-1:]}")
+        bench.report.missed.append("peers are missing")
+        return None
+    return float(json.loads(run.stdout.strip().splitlines()[-1]))
 
 
 def main(options: argparse.Namespace, opened: contextlib.ExitStack) -> bool:

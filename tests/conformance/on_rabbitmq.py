@@ -60,6 +60,14 @@ class OnRabbit:
         self.on_channel(declare)
         return Route("*", name)
 
+    def bind(self, route: Route, binding: str) -> None:
+        """One more binding of the queue of a route of ours."""
+
+        async def bind(channel: AbstractChannel) -> None:
+            await (await channel.get_queue(route.to)).bind(route.to, binding)
+
+        self.on_channel(bind)
+
     def delete_exchange(self, route: Route) -> None:
         async def delete(channel: AbstractChannel) -> None:
             await channel.exchange_delete(route.to)

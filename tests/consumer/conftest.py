@@ -12,6 +12,8 @@ CREATE TABLE done (tenant text, operation text, document text, n int GENERATED A
 EMPTY = """
 DELETE FROM done; DELETE FROM fencepost.reservation; DELETE FROM fencepost.delivery;
 DELETE FROM fencepost.dead_letter; DELETE FROM fencepost.job;
+DELETE FROM fencepost.consumer_forever; DELETE FROM fencepost.consumer; DELETE FROM fencepost.consumer_topic;
+DELETE FROM fencepost.duty;
 """
 
 

@@ -84,12 +84,12 @@ def test_of_two_copies_at_once_one_is_handled_and_the_other_a_duplicate(
     domain: Database, threads: ThreadPoolExecutor, isolation: IsolationLevel | None, same_coordinates: bool
 ) -> None:
     gate = Gate()
-    handler = inbox(consumer="reports", isolation=isolation)(gate.__call__)
+    handler, elsewhere = (inbox(consumer="reports", isolation=isolation)(gate.__call__) for _ in range(2))
     sent = envelope()
 
     first = threads.submit(handler.handle, domain.dsn, from_kafka(sent))
     assert gate.begun.acquire(timeout=DEADLINE_SECONDS)
-    second = threads.submit(handler.handle, domain.dsn, from_kafka(sent, 0 if same_coordinates else 1))
+    second = threads.submit(elsewhere.handle, domain.dsn, from_kafka(sent, 0 if same_coordinates else 1))
     wait_until_waiting(domain, "%reserve%")
     assert gate.runs == 1
     gate.go.set()
@@ -105,12 +105,12 @@ def test_the_second_copy_does_the_work_when_the_first_one_rolls_back(
 ) -> None:
     gate = Gate()
     gate.fail_first = True
-    handler = inbox(consumer="reports", isolation=isolation)(gate.__call__)
+    handler, elsewhere = (inbox(consumer="reports", isolation=isolation)(gate.__call__) for _ in range(2))
     sent = envelope()
 
     first = threads.submit(handler.handle, domain.dsn, from_kafka(sent))
     assert gate.begun.acquire(timeout=DEADLINE_SECONDS)
-    second = threads.submit(handler.handle, domain.dsn, from_kafka(sent, 1))
+    second = threads.submit(elsewhere.handle, domain.dsn, from_kafka(sent, 1))
     wait_until_waiting(domain, "%reserve%")
     gate.go.set()
 
@@ -120,11 +120,13 @@ def test_the_second_copy_does_the_work_when_the_first_one_rolls_back(
     assert (gate.runs, count(domain)) == (2, 1)
 
 
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["in another process", "in this process"])
 def test_the_wait_for_another_copy_is_bounded_and_holds_no_other_work_up(
-    domain: Database, threads: ThreadPoolExecutor
+    domain: Database, threads: ThreadPoolExecutor, elsewhere: bool
 ) -> None:
     gate = Gate()
     handler = inbox(consumer="reports", wait_seconds=0.2)(gate.__call__)
+    copies = inbox(consumer="reports", wait_seconds=0.2)(gate.__call__) if elsewhere else handler
     other = inbox(consumer="other")(nothing)
     sent = envelope()
     pool = Connections(domain.dsn, limit=2)
@@ -133,7 +135,7 @@ def test_the_wait_for_another_copy_is_bounded_and_holds_no_other_work_up(
 
     begun = time.monotonic()
     with pytest.raises(Busy) as busy:
-        handler.handle(pool, from_kafka(sent, 1))
+        copies.handle(pool, from_kafka(sent, 1))
     assert time.monotonic() - begun < 3
     assert "op-1" not in str(busy.value)
     assert other.handle(pool, from_kafka(envelope(operation="op-2"))).outcome is Outcome.HANDLED
@@ -143,6 +145,87 @@ def test_the_wait_for_another_copy_is_bounded_and_holds_no_other_work_up(
     assert handler.handle(pool, from_kafka(sent, 1)).outcome is Outcome.DUPLICATE
     assert gate.runs == 1
     pool.close()
+
+
+def test_twenty_copies_at_once_leave_a_pool_of_two_to_others(domain: Database) -> None:
+    gate = Gate()
+    handler = inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)(gate.__call__)
+    other = inbox(consumer="other")(nothing)
+    sent = envelope()
+    pool = Connections(domain.dsn, limit=2, wait_seconds=2)
+    with ThreadPoolExecutor(20) as threads:
+        copies = [threads.submit(handler.handle, pool, from_kafka(sent, number)) for number in range(20)]
+        assert gate.begun.acquire(timeout=DEADLINE_SECONDS)
+        for number in range(10):
+            done = other.handle(pool, from_kafka(envelope(operation=f"other-{number}"), 100 + number))
+            assert done.outcome is Outcome.HANDLED
+        gate.go.set()
+        outcomes = [each.result(DEADLINE_SECONDS).outcome for each in copies]
+    pool.close()
+
+    assert sorted(outcomes) == [Outcome.DUPLICATE] * 19 + [Outcome.HANDLED]
+    assert (gate.runs, count(domain)) == (1, 1)
+
+
+def test_twenty_tasks_with_copies_leave_a_pool_of_two_to_others(domain: Database) -> None:
+    runs = 0
+
+    async def storm() -> list[Outcome]:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        @inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)
+        async def handler(tx: AsyncConnection[Any], event: Submitted) -> None:
+            nonlocal runs
+            runs += 1
+            begun.set()
+            await go.wait()
+            await tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+
+        @inbox(consumer="other")
+        async def other(tx: AsyncConnection[Any], event: Submitted) -> None:
+            """Without any work."""
+
+        sent = envelope()
+        pool = AsyncConnections(domain.dsn, limit=2, wait_seconds=2)
+        copies = [asyncio.create_task(handler.handle(pool, from_kafka(sent, number))) for number in range(20)]
+        await asyncio.wait_for(begun.wait(), DEADLINE_SECONDS)
+        for number in range(10):
+            await other.handle(pool, from_kafka(envelope(operation=f"other-{number}"), 100 + number))
+        go.set()
+        outcomes = [each.outcome for each in await asyncio.gather(*copies)]
+        await pool.close()
+        return outcomes
+
+    assert sorted(asyncio.run(storm())) == [Outcome.DUPLICATE] * 19 + [Outcome.HANDLED]
+    assert (runs, count(domain)) == (1, 1)
+
+
+def test_copies_that_are_cancelled_while_they_wait_leave_no_turn_behind(domain: Database) -> None:
+    async def storm() -> list[Outcome]:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        @inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)
+        async def handler(tx: AsyncConnection[Any], event: Submitted) -> None:
+            begun.set()
+            await go.wait()
+            await tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+
+        sent = envelope()
+        pool = AsyncConnections(domain.dsn, limit=2)
+        copies = [asyncio.create_task(handler.handle(pool, from_kafka(sent, number))) for number in range(20)]
+        await asyncio.wait_for(begun.wait(), DEADLINE_SECONDS)
+        for task in copies:  # The one whose handler runs, too.
+            task.cancel()
+        assert all(
+            isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*copies, return_exceptions=True)
+        )
+        go.set()
+        again = await asyncio.gather(*(handler.handle(pool, from_kafka(sent, number)) for number in range(3)))
+        await pool.close()
+        return [each.outcome for each in again]
+
+    assert sorted(asyncio.run(storm())) == [Outcome.DUPLICATE] * 2 + [Outcome.HANDLED]
+    assert count(domain) == 1
 
 
 def test_a_deadlock_between_handlers_is_repeated_as_a_whole(domain: Database, threads: ThreadPoolExecutor) -> None:

@@ -298,14 +298,6 @@ def test_a_changed_payload_is_undecodable_because_its_digest_does_not_fit(domain
     assert done(domain) == []
 
 
-def test_an_unknown_type_or_version_is_kept_with_its_identity(domain: Database) -> None:
-    unknown = reports.handle(domain.dsn, from_kafka(envelope(type="test.unknown")))
-    version = reports.handle(domain.dsn, from_kafka(envelope(version=9), offset=1))
-
-    assert [unknown.reason, version.reason] == ["unknown_type", "unknown_version"]
-    assert {(k["operation"], k["version"]) for k in rows(domain, "dead_letter")} == {("op-1", 1), ("op-1", 9)}
-
-
 def test_a_swallowed_database_error_is_an_error_and_never_a_commit(domain: Database) -> None:
     @inbox(consumer="reports")
     def guarded(tx: Tx, event: Submitted) -> None:

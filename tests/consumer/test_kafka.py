@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from psycopg import AsyncConnection, Connection
 
+from fencepost.consumer import acts
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.kafka import KafkaRunner
 from fencepost.consumer.runner import RunnerOptions
 from fencepost.schemas import kafka_binding
 from fencepost.schemas.envelope import Envelope
-from fencepost.schemas.errors import ConfigError, Unreachable
+from fencepost.schemas.errors import ConfigError, InvalidInput, Unreachable
 from support.database import Database
 from support.deliveries import Submitted, envelope
 from support.processes import Child, wait_for
@@ -116,6 +118,62 @@ def runner_of(kafka: Kafka, domain18: Database) -> Callable[..., KafkaRunner]:
         )
 
     return make
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_dead_letter_that_was_given_back_is_handled_in_idle_time_while_others_flow(
+    kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner], kind: str
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+    mended = False
+
+    @inbox(consumer="reports")
+    def sync(tx: Tx, event: Submitted) -> None:
+        if event.operation == "op-1" and not mended:
+            raise ValueError
+        insert(tx, event)
+
+    @inbox(consumer="reports")
+    async def async_(tx: AsyncConnection[Any], event: Submitted) -> None:
+        if event.operation == "op-1" and not mended:
+            raise ValueError
+        await tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
+
+    options = replace(FAST, max_attempts=1, idle_seconds=0.05)
+    produce(kafka, topic, events(3))
+    with running(runner_of(sync if kind == "sync" else async_, topic, group, options=options)):
+        wait_for(lambda: operations(domain18) == ["op-0", "op-2"], DEADLINE_SECONDS, "the others")
+        assert dead(domain18) == [("handler_failed", "op-1", 1)]
+        mended = True
+        with domain18.connect() as conn:
+            conn.execute(
+                "SELECT fencepost.retry_dead_letter(d.id, false, 'ann', 'mended') FROM fencepost.dead_letter AS d"
+            )
+        wait_for(lambda: operations(domain18) == ["op-0", "op-2", "op-1"], DEADLINE_SECONDS, "the retry")
+        produce(kafka, topic, events(1, "later"))
+        wait_for(lambda: "later-0" in operations(domain18), DEADLINE_SECONDS, "what came later")
+    assert dead(domain18) == []
+    assert committed(kafka, group, topic) == 4
+
+
+def test_the_topics_retention_is_noted_and_a_shorter_window_refused(
+    real_kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    topic = real_kafka.topic()
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+
+    def noted() -> list[tuple[Any, ...]]:
+        with domain18.connect() as conn:
+            return conn.execute("SELECT topic, retention_ms > 0 FROM fencepost.consumer_topic").fetchall()
+
+    with running(runner_of(handler, topic, unique("group"))):
+        wait_for(lambda: noted() == [(topic, True)], DEADLINE_SECONDS, "the note")
+    with domain18.connect() as conn, pytest.raises(InvalidInput) as refused:
+        acts.set_retention(conn, "reports", timedelta(minutes=1), actor="ann", reason="too short")
+    assert refused.value.field == "replay_window"
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

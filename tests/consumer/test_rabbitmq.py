@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import aio_pika
@@ -174,6 +175,73 @@ def test_every_message_of_a_declared_queue_is_handled_once_and_the_queue_ends_em
     broker, cluster, vhost, where, _ = json.loads(text)
     assert (broker, vhost, where) == ("rabbitmq", "/", name)
     assert "@" in cluster
+    delete(rabbitmq, name, f"{name}.dead")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_dead_letter_that_was_given_back_is_handled_in_idle_time_while_others_flow(
+    rabbitmq: Rabbit, domain18: Database, queue: str, kind: str
+) -> None:
+    mended = False
+
+    @inbox(consumer="reports")
+    def sync(tx: Tx, event: Submitted) -> None:
+        if event.operation == "op-1" and not mended:
+            raise ValueError
+        insert(tx, event)
+
+    @inbox(consumer="reports")
+    async def async_(tx: AsyncConnection[Any], event: Submitted) -> None:
+        if event.operation == "op-1" and not mended:
+            raise ValueError
+        await insert_async(tx, event)
+
+    runner = RabbitRunner(
+        sync if kind == "sync" else async_,
+        domain18.dsn,
+        url=rabbitmq.url,
+        queue=queue,
+        options=replace(FAST, max_attempts=1, idle_seconds=0.05),
+    )
+    publish(rabbitmq, "", queue, [envelope(operation=f"op-{number}") for number in range(3)])
+    with running(runner):
+        wait_for(lambda: sorted(operations(domain18)) == ["op-0", "op-2"], DEADLINE_SECONDS, "the others")
+        wait_for(lambda: dead(domain18) == [("handler_failed", "op-1", 1)], DEADLINE_SECONDS, "the dead letter")
+        mended = True
+        with domain18.connect() as conn:
+            conn.execute(
+                "SELECT fencepost.retry_dead_letter(d.id, false, 'ann', 'mended') FROM fencepost.dead_letter AS d"
+            )
+        wait_for(lambda: "op-1" in operations(domain18), DEADLINE_SECONDS, "the retry")
+        publish(rabbitmq, "", queue, [envelope(operation="later")])
+        wait_for(lambda: "later" in operations(domain18), DEADLINE_SECONDS, "what came later")
+    assert dead(domain18) == []
+    assert left(rabbitmq, queue) == 0
+
+
+def test_a_message_beyond_its_delivery_limit_waits_in_the_dead_queue_and_can_be_handled_from_there(
+    rabbitmq: Rabbit, domain18: Database
+) -> None:
+    name = rabbitmq.name()
+    runner = RabbitRunner(
+        insert, domain18.dsn, url=rabbitmq.url, queue=name, declare=True, delivery_limit=1, options=FAST
+    )
+    with running(runner):
+        pass  # Declares.
+
+    async def refuse() -> None:
+        async with channel_of(rabbitmq) as channel:
+            queue = await channel.declare_queue(name, passive=True)
+            while (message := await queue.get(no_ack=False, fail=False, timeout=DEADLINE_SECONDS)) is not None:
+                await message.nack(requeue=True)
+
+    publish(rabbitmq, "", name, [envelope()])
+    asyncio.run(refuse())
+    wait_for(lambda: left(rabbitmq, f"{name}.dead") == 1, DEADLINE_SECONDS, "the dead queue")
+    assert left(rabbitmq, name) == 0
+    with running(RabbitRunner(insert, domain18.dsn, url=rabbitmq.url, queue=f"{name}.dead", options=FAST)):
+        wait_for(lambda: operations(domain18) == ["op-1"], DEADLINE_SECONDS, "the message")
+        wait_for(lambda: left(rabbitmq, f"{name}.dead") == 0, DEADLINE_SECONDS, "the dead queue to be empty")
     delete(rabbitmq, name, f"{name}.dead")
 
 

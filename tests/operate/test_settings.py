@@ -73,6 +73,7 @@ def test_addresses_and_options_are_not_part_of_any_representation(folder: Path) 
 @pytest.mark.parametrize(
     ("change", "field"),
     [
+        (('kind = "kafka"', 'kind = "kafka"\nmode = "hunter2"'), "destinations[0].mode"),
         (("lease = 20", 'lease = "hunter2"'), "relay.lease"),
         (("lease = 20", "lease = 0.5"), "relay.lease"),
         (("lease = 20", "leese = 20"), "relay.leese"),

@@ -127,12 +127,23 @@ def test_kafka_reads_strictly() -> None:
     assert refused([*good, ("ce_other", None)], key, b"{}") == ("invalid_attribute", "other")
     assert refused([*good, ("ce_other", b"\xff")], key, b"{}") == ("invalid_attribute", "other")
     assert refused([*good, ("ce_Jane Doe", b"x")], key, b"{}") == ("invalid_attribute", "*")
-    assert refused(good, b"report-7", b"{}") == ("wrong_key", "key")
+    assert kafka_binding.decode(good, b"report-7", envelope.payload) == envelope
+    assert refused(good, b"report-8", b"{}") == ("wrong_key", "key")
+    assert refused(good, b'["other","report-7"]', b"{}") == ("wrong_key", "key")
+    twice = [*good, ("ce_datacontenttype", b"application/json")]
+    assert kafka_binding.decode(twice, key, envelope.payload) == envelope
+    assert refused([*good, ("ce_datacontenttype", b"text/plain")], key, b"{}") == (
+        "invalid_attribute",
+        "datacontenttype",
+    )
     assert refused(good, key, b"") == ("empty_payload", "data")
     assert refused(good, key, None) == ("empty_payload", "data")
     assert refused([], key, b"{}") == ("missing_attribute", "datacontenttype")
+    batch: list[tuple[str, bytes | None]] = [("content-type", b"application/cloudevents-batch+json")]
+    assert refused(batch, key, b"{}") == ("structured_mode_unsupported", "datacontenttype")
     structured: list[tuple[str, bytes | None]] = [("content-type", b"application/cloudevents+json")]
-    assert refused(structured, key, b"{}") == ("structured_mode_unsupported", "datacontenttype")
+    assert refused(structured, key, b"{}") == ("empty_payload", "data")
+    assert refused([*structured, *structured], key, b"{}") == ("duplicate_attribute", "datacontenttype")
     for missing in range(len(good)):
         assert refused(good[:missing] + good[missing + 1 :], key, b"{}")[0] == "missing_attribute"
 
@@ -166,7 +177,8 @@ def test_amqp_reads_strictly() -> None:
         assert (caught.value.reason, caught.value.field) == (reason, field)
     for bad_type, body, reason in [
         (None, b"{}", "missing_attribute"),
-        ("application/cloudevents+json", b"{}", "structured_mode_unsupported"),
+        ("application/cloudevents-batch+json", b"{}", "structured_mode_unsupported"),
+        ("application/cloudevents+json", b"{}", "empty_payload"),
         (content_type, b"", "empty_payload"),
     ]:
         with pytest.raises(Undecodable) as caught:

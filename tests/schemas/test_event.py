@@ -275,7 +275,7 @@ def test_unknown_members_are_ignored_by_consumers() -> None:
     ("arrival", "reason", "field"),
     [
         (Arrived("test.other", 1, b"{}"), "unknown_type", "type"),
-        (Arrived("test.plain", 2, b"{}"), "unknown_version", "version"),
+        (Arrived("test.plain", 2, b"{}"), "newer_version", "version"),
         (Arrived("test.plain", 1, b"{}"), "invalid_content", "submission_id"),
         (Arrived("test.plain", 1, b'{"submission_id":12345}'), "invalid_content", "submission_id"),
         (Arrived("test.plain", 1, b'{"submission_id":"s","_private":7}'), "invalid_content", "_private"),

@@ -43,6 +43,7 @@ def envelope(
     epoch: int = 1,
     event_id: UUID | None = None,
     sequence: int = 1,
+    time: datetime = datetime(2026, 1, 1, tzinfo=UTC),
 ) -> Envelope:
     """The envelope of an event as its relay would send it; `payload` replaces the content, with a right digest."""
     event = event or Submitted(tenant=tenant, operation=operation, document=document)
@@ -59,7 +60,7 @@ def envelope(
         epoch=epoch,
         digest=digest(event.tenant, event.operation, name, number, epoch, binding(raw)),
         sequence=sequence,
-        time=datetime(2026, 1, 1, tzinfo=UTC),
+        time=time,
         payload=raw,
     )
 

@@ -7,35 +7,37 @@ from __future__ import annotations
 
 from typing import Any, LiteralString
 
-import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg.types.json import Jsonb
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Handled, Outcome
+from fencepost.consumer.retries import settle, settle_async
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import FencepostError, FromDatabase, Undecodable
+from fencepost.schemas.transaction import driver_error
 
 __all__ = ["describe", "handler_failed", "handler_failed_async", "undecodable", "undecodable_async"]
 
 DEAD_LETTER: LiteralString = """
 SELECT fencepost.dead_letter(
     %(consumer)s, %(coordinates)s, %(reason)s, %(field)s, %(detail)s, %(tenant)s, %(operation)s, %(type)s,
-    %(version)s::integer, %(event_id)s::uuid, %(attempts)s::integer, %(headers)s::jsonb, %(payload)s::bytea)
+    %(version)s::integer, %(event_id)s::uuid, %(attempts)s::integer, %(headers)s::jsonb, %(payload)s::bytea,
+    %(meaning)s::bytea)
 """
 
 
 def undecodable(tx: Connection[Any], consumer: str, delivery: Delivery, error: Undecodable) -> Handled:
     """Keeps a delivery that cannot be read, in the caller's transaction; again is the same row, counted."""
     envelope = _envelope(delivery)
-    tx.execute(DEAD_LETTER, _undecodable(consumer, delivery, envelope, error))
+    _keep(tx, consumer, delivery, _undecodable(consumer, delivery, envelope, error))
     return _handled(Outcome.UNDECODABLE, delivery, envelope, error.reason, error.field)
 
 
 async def undecodable_async(tx: AsyncConnection[Any], consumer: str, delivery: Delivery, error: Undecodable) -> Handled:
     """As `undecodable`, for asyncio."""
     envelope = _envelope(delivery)
-    await tx.execute(DEAD_LETTER, _undecodable(consumer, delivery, envelope, error))
+    await _keep_async(tx, consumer, delivery, _undecodable(consumer, delivery, envelope, error))
     return _handled(Outcome.UNDECODABLE, delivery, envelope, error.reason, error.field)
 
 
@@ -44,7 +46,7 @@ def handler_failed(
 ) -> Handled:
     """Keeps a delivery whose handler failed ``attempts`` times, in the caller's transaction."""
     envelope = _envelope(delivery)
-    tx.execute(DEAD_LETTER, _failed(consumer, delivery, envelope, error, attempts))
+    _keep(tx, consumer, delivery, _failed(consumer, delivery, envelope, error, attempts))
     return _handled(Outcome.HANDLER_FAILED, delivery, envelope, type(error).__name__, None)
 
 
@@ -53,7 +55,7 @@ async def handler_failed_async(
 ) -> Handled:
     """As `handler_failed`, for asyncio."""
     envelope = _envelope(delivery)
-    await tx.execute(DEAD_LETTER, _failed(consumer, delivery, envelope, error, attempts))
+    await _keep_async(tx, consumer, delivery, _failed(consumer, delivery, envelope, error, attempts))
     return _handled(Outcome.HANDLER_FAILED, delivery, envelope, type(error).__name__, None)
 
 
@@ -63,8 +65,8 @@ def describe(error: BaseException) -> str:
     Never its message, which may quote a payload or a row.
     """
     parts = [type(error).__name__]
-    if isinstance(error, psycopg.Error):
-        parts.extend(part for part in (error.sqlstate, error.diag.constraint_name) if part)
+    if (driver := driver_error(error)) is not None:
+        parts.extend(part for part in (driver.sqlstate, driver.diag.constraint_name) if part)
     if isinstance(error, Undecodable):
         parts.append(error.reason)
     if isinstance(error, FencepostError) and error.field:
@@ -74,8 +76,22 @@ def describe(error: BaseException) -> str:
     return " ".join(parts)
 
 
+def _keep(tx: Connection[Any], consumer: str, delivery: Delivery, values: dict[str, object]) -> None:
+    tx.execute(DEAD_LETTER, values)
+    if delivery.dead_letter is not None:
+        settle(tx, consumer, delivery.dead_letter, gone=False)
+
+
+async def _keep_async(tx: AsyncConnection[Any], consumer: str, delivery: Delivery, values: dict[str, object]) -> None:
+    await tx.execute(DEAD_LETTER, values)
+    if delivery.dead_letter is not None:
+        await settle_async(tx, consumer, delivery.dead_letter, gone=False)
+
+
 def _undecodable(consumer: str, delivery: Delivery, envelope: Envelope | None, error: Undecodable) -> dict[str, object]:
-    return _values(consumer, delivery, envelope, "undecodable", error.field, error.reason, 1)
+    # A type or version that this consumer does not know yet is no fault of the event: an upgrade makes it readable.
+    reason = error.reason if error.reason in ("unknown_type", "newer_version") else "undecodable"
+    return _values(consumer, delivery, envelope, reason, error.field, error.reason, 1)
 
 
 def _failed(
@@ -107,7 +123,15 @@ def _values(
         "attempts": attempts,
         "headers": Jsonb(delivery.stored_headers()),
         "payload": delivery.body,
+        "meaning": envelope and _meaning(envelope),
     }
+
+
+def _meaning(envelope: Envelope) -> bytes | None:
+    try:
+        return envelope.meaning.raw
+    except Undecodable:
+        return None
 
 
 def _envelope(delivery: Delivery) -> Envelope | None:

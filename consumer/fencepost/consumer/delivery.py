@@ -10,6 +10,7 @@ import base64
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Literal, Self, assert_never, cast
@@ -44,6 +45,8 @@ class Delivery:
     body: bytes = field(repr=False)
     content_type: str | None = None
     redelivered: bool = False
+    dead_letter: int | None = None
+    """The number of the dead letter that this was made from, when an operator gave it back."""
 
     def __post_init__(self) -> None:
         if not self.coordinates or len(self.coordinates) > COORDINATES_CHARS_MAX:
@@ -103,6 +106,35 @@ class Delivery:
             redelivered=redelivered,
         )
 
+    @classmethod
+    def from_dead_letter(cls, number: int, coordinates: str, headers: list[list[object]], payload: bytes) -> Self:
+        """The delivery that was kept: read again it is what it was, and kept again it is stored the same.
+
+        Raises InvalidInput for coordinates of no broker, which only callers with a transaction of their own have.
+        """
+        broker: object = None
+        with suppress(ValueError):
+            broker = json.loads(coordinates)[0]
+        if broker not in ("kafka", "rabbitmq"):
+            raise InvalidInput("the dead letter is of no broker", field="coordinates", hint="have it delivered again")
+        kept = [(str(name), _restored(value)) for name, value in headers]
+        key: object = None
+        content_type: object = None
+        if kept and kept[0][0] == ":key":
+            key = kept.pop(0)[1]
+        if kept and kept[0][0] == ":content-type":
+            content_type = kept.pop(0)[1]
+        return cls(
+            broker="kafka" if broker == "kafka" else "rabbitmq",
+            coordinates=coordinates,
+            headers=tuple(kept),
+            key=key.encode() if isinstance(key, str) else key if isinstance(key, bytes) else None,
+            body=payload,
+            content_type=content_type if isinstance(content_type, str) else None,
+            redelivered=True,
+            dead_letter=number,
+        )
+
     def envelope(self) -> Envelope:
         """The envelope of this delivery, or Undecodable naming the attribute; the digest is not verified here."""
         match self.broker:
@@ -129,6 +161,15 @@ class Delivery:
             [_stored(name), _stored(value)] for name, value in self.headers if _DELIVERY_HEADERS.match(name) is None
         )
         return found
+
+
+def _restored(value: object) -> object:
+    if isinstance(value, dict):
+        encoded = cast(dict[str, object], value).get("base64")
+        return base64.b64decode(encoded) if isinstance(encoded, str) else None
+    if isinstance(value, list):
+        return [_restored(item) for item in cast(list[object], value)]
+    return value
 
 
 def _stored(value: object, depth: int = 0) -> object:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
 from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries
+from fencepost.consumer.transactions import AsyncDatabase, Database
 
 __all__ = ["Attempts", "EventLoop", "Threads", "attempts"]
 
@@ -23,13 +24,17 @@ END_SECONDS = 10.0
 class Threads:
     """Sync handlers: each attempt in a thread of a bounded pool."""
 
-    def __init__(self, inbox: Inbox[Any], dsn: str, options: RunnerOptions) -> None:
-        self._handling = Handling(inbox, dsn, options)
+    def __init__(self, inbox: Inbox[Any], database: Database, options: RunnerOptions) -> None:
+        self._handling = Handling(inbox, database, options)
         self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="fencepost-consumer")
 
     def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
         """Starts one attempt."""
         return self._pool.submit(self._handling.attempt, delivery, tries)
+
+    def retry(self) -> Future[bool]:
+        """Starts handling one dead letter that was given back; False when there is none."""
+        return self._pool.submit(self._handling.retry)
 
     def close(self) -> None:
         """Starts nothing more; an attempt that still runs ends by itself."""
@@ -40,16 +45,24 @@ class Threads:
 class EventLoop:
     """Async handlers: all of them in one event loop, in a thread of its own."""
 
-    def __init__(self, inbox: AsyncInbox[Any], dsn: str, options: RunnerOptions) -> None:
+    def __init__(self, inbox: AsyncInbox[Any], database: AsyncDatabase, options: RunnerOptions) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fencepost-consumer", daemon=True)
         self._thread.start()
         self._slots = asyncio.Semaphore(options.concurrency)
-        self._handling = AsyncHandling(inbox, dsn, options)
+        self._handling = AsyncHandling(inbox, database, options)
 
     def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
         """Starts one attempt."""
         return asyncio.run_coroutine_threadsafe(self._attempt(delivery, tries), self._loop)
+
+    def retry(self) -> Future[bool]:
+        """As `Threads.retry`."""
+        return asyncio.run_coroutine_threadsafe(self._retry(), self._loop)
+
+    async def _retry(self) -> bool:
+        async with self._slots:
+            return await self._handling.retry()
 
     async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         async with self._slots:
@@ -73,8 +86,10 @@ class EventLoop:
 Attempts = Threads | EventLoop
 
 
-def attempts(inbox: Inbox[Any] | AsyncInbox[Any], dsn: str, options: RunnerOptions) -> Attempts:
-    """The right one for this inbox."""
+def attempts(
+    inbox: Inbox[Any] | AsyncInbox[Any], database: Database | AsyncDatabase, options: RunnerOptions
+) -> Attempts:
+    """The right one for this inbox; ConfigError for a database that does not fit it."""
     if isinstance(inbox, AsyncInbox):
-        return EventLoop(inbox, dsn, options)
-    return Threads(inbox, dsn, options)
+        return EventLoop(inbox, cast(AsyncDatabase, database), options)
+    return Threads(inbox, cast(Database, database), options)

@@ -12,15 +12,14 @@ from datetime import datetime
 from typing import Any, LiteralString, overload
 from uuid import UUID
 
-from psycopg import AsyncConnection, Connection
-from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from fencepost.schemas import content
 from fencepost.schemas.content import JsonValue
-from fencepost.schemas.errors import InvalidInput, WrongTransaction
+from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.event import Event
 from fencepost.schemas.identity import as_class, as_operation, as_tenant
+from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async
 
 __all__ = ["submit", "submit_async"]
 
@@ -35,7 +34,7 @@ PRIORITY_MAX = 2**31 - 1
 
 @overload
 def submit(
-    tx: Connection[Any],
+    tx: Transaction,
     job_class: str,
     args: Event,
     *,
@@ -45,7 +44,7 @@ def submit(
 ) -> bool: ...
 @overload
 def submit(
-    tx: Connection[Any],
+    tx: Transaction,
     job_class: str,
     args: Mapping[str, JsonValue],
     *,
@@ -56,7 +55,7 @@ def submit(
     priority: int = 0,
 ) -> bool: ...
 def submit(
-    tx: Connection[Any],
+    tx: Transaction,
     job_class: str,
     args: Event | Mapping[str, JsonValue],
     *,
@@ -68,20 +67,21 @@ def submit(
 ) -> bool:
     """Schedules a job in the caller's transaction, and never commits; False when the same job was there already.
 
+    ``tx`` is a connection of psycopg, a connection or session of SQLAlchemy (or SQLModel) on psycopg, or Django's
+    connection inside ``atomic()``; nothing of it is flushed.
     ``args`` is an event (tenant, operation and source are taken from it; give ``operation`` to make several jobs of
     one class from one event), or a JSON object together with ``tenant`` and ``operation``. The job may be claimed from
     ``run_at`` on, higher ``priority`` first. Raises OperationConflict when the operation has a job of this class with
     another meaning, InvalidInput naming the field, WrongTransaction outside a transaction.
     """
-    _require_transaction(tx)
     values = _values(job_class, args, tenant, operation, source_event, run_at, priority)
-    with tx.cursor(row_factory=tuple_row) as cursor:
+    with connection_of(tx).cursor(row_factory=tuple_row) as cursor:
         return _created(cursor.execute(SUBMIT, values).fetchone())
 
 
 @overload
 async def submit_async(
-    tx: AsyncConnection[Any],
+    tx: AsyncTransaction,
     job_class: str,
     args: Event,
     *,
@@ -91,7 +91,7 @@ async def submit_async(
 ) -> bool: ...
 @overload
 async def submit_async(
-    tx: AsyncConnection[Any],
+    tx: AsyncTransaction,
     job_class: str,
     args: Mapping[str, JsonValue],
     *,
@@ -102,7 +102,7 @@ async def submit_async(
     priority: int = 0,
 ) -> bool: ...
 async def submit_async(
-    tx: AsyncConnection[Any],
+    tx: AsyncTransaction,
     job_class: str,
     args: Event | Mapping[str, JsonValue],
     *,
@@ -113,17 +113,9 @@ async def submit_async(
     priority: int = 0,
 ) -> bool:
     """As `submit`, for asyncio."""
-    _require_transaction(tx)
     values = _values(job_class, args, tenant, operation, source_event, run_at, priority)
-    async with tx.cursor(row_factory=tuple_row) as cursor:
+    async with (await connection_of_async(tx)).cursor(row_factory=tuple_row) as cursor:
         return _created(await (await cursor.execute(SUBMIT, values)).fetchone())
-
-
-def _require_transaction(tx: Connection[Any] | AsyncConnection[Any]) -> None:
-    if tx.autocommit and tx.info.transaction_status == TransactionStatus.IDLE:
-        raise WrongTransaction(
-            "an autocommit connection outside a transaction", field="autocommit", hint="use: with tx.transaction(): ..."
-        )
 
 
 def _values(

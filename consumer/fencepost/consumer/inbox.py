@@ -18,24 +18,32 @@ import asyncio
 import inspect
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, LiteralString, Protocol, TypeVar, assert_never, cast, overload
 
 import psycopg
-from psycopg import AsyncConnection, Connection, IsolationLevel
-from psycopg.pq import TransactionStatus
+from psycopg import IsolationLevel
 from psycopg.rows import tuple_row
 
 from fencepost.consumer import dead_letters
-from fencepost.consumer.connections import ANSWER_SECONDS, AsyncConnections, AsyncPool, Connections, Pool
+from fencepost.consumer.copies import AsyncCopies, Copies
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved
 from fencepost.consumer.reading import Arrived, Reading
 from fencepost.consumer.reservation import reserve_in, reserve_in_async
+from fencepost.consumer.transactions import (
+    AsyncDatabase,
+    AsyncTransactions,
+    Database,
+    Transactions,
+    ended,
+    opened,
+    opened_async,
+)
 from fencepost.schemas.envelope import Envelope
-from fencepost.schemas.errors import CommitWasRollback, ConfigError, Undecodable, Unreachable, WrongTransaction
+from fencepost.schemas.errors import ConfigError, Undecodable, Unreachable
 from fencepost.schemas.identity import as_consumer
+from fencepost.schemas.transaction import AsyncTransaction, Transaction, driver_error
 
 __all__ = ["AsyncInbox", "Inbox", "inbox"]
 
@@ -54,6 +62,7 @@ ISOLATION: dict[IsolationLevel, LiteralString] = {
 }
 
 E = TypeVar("E")
+T = TypeVar("T")
 H = TypeVar("H", bound=Callable[..., object])
 
 
@@ -67,6 +76,7 @@ class _Inbox(Generic[H]):
         self.handler = handler
         self.wait_seconds = wait_seconds
         self.isolation = isolation
+        self._copies, self._async_copies = Copies(), AsyncCopies()
         self.reading = Reading.of(handler)
         self.__doc__ = handler.__doc__
         self.__name__ = getattr(handler, "__name__", type(handler).__name__)
@@ -85,24 +95,6 @@ class _Inbox(Generic[H]):
             hint="deliver it again later",
         )
 
-    def _require_idle(self, conn: Connection[Any] | AsyncConnection[Any]) -> None:
-        if conn.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
-            raise WrongTransaction(
-                "the connection is inside a transaction, and handle commits its own",
-                field="subtransaction",
-                hint="give an idle connection, or own the transaction and use reserve_in",
-            )
-
-    def _require_alive(self, conn: Connection[Any] | AsyncConnection[Any]) -> None:
-        """Invariant: a transaction in which an error was swallowed is never reported as committed."""
-        match conn.info.transaction_status:
-            case TransactionStatus.INTRANS:
-                return
-            case TransactionStatus.INERROR:
-                raise _rolled_back("a database error was swallowed", "let it propagate, or wrap it in tx.transaction()")
-            case _:
-                raise _ended()
-
     def _handled(self, outcome: Outcome, arrived: Arrived, delivery: Delivery, reservation: Reservation) -> Handled:
         envelope = arrived.envelope
         return Handled(
@@ -118,129 +110,154 @@ class _Inbox(Generic[H]):
         )
 
 
-class Inbox(_Inbox[Callable[[Connection[Any], E], object]], Generic[E]):
+class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
     """A handler that runs once per committed reservation. Calling it runs the bare handler, as a test may want."""
 
-    def __call__(self, tx: Connection[Any], event: E) -> None:
+    def __call__(self, tx: Any, event: E) -> None:
         self.handler(tx, event)
 
-    def handle(self, database: str | Connection[Any] | Pool, delivery: Delivery) -> Handled:
+    def handle(self, database: Database, delivery: Delivery) -> Handled:
         """Handles one delivery in a transaction of its own; the result is committed when this returns.
 
-        ``database`` is a connection string, an idle connection, or a pool. Serialization failures, deadlocks and lost
-        connections are repeated as a whole, at most 5 times (a lost connection only with a string or a pool).
+        ``database`` decides what the handler is lent. A connection string, an idle connection or a pool of psycopg: a
+        psycopg Connection. A SQLAlchemy Engine: a Connection; a sessionmaker: a Session. ``django.db.connection``: that,
+        inside ``atomic()``. Serialization failures, deadlocks and lost connections are repeated as a whole, at most 5
+        times (a lost connection not where a single one was given).
         Raises what the handler raised, after rolling back; CommitWasRollback when the handler swallowed a database
-        error; Busy when another copy is still being handled after ``wait_seconds``; Unreachable.
+        error or ended the transaction; Busy when another copy is still being handled after ``wait_seconds``;
+        Unreachable; ConfigError (``database``) where no transaction for this handler can be begun.
         """
-        try:
-            arrived = self.reading.read(delivery)
-        except Undecodable as error:
-            with _open(database, self.wait_seconds) as conn:
-                self._require_idle(conn)
-                with conn.transaction():
-                    return dead_letters.undecodable(conn, self.consumer, delivery, error)
+        with opened(database, self.handler, self.wait_seconds) as transactions:
+            try:
+                arrived = self.reading.read(delivery)
+            except Undecodable as error:
+                with transactions.begin() as begun:
+                    return dead_letters.undecodable(begun.conn, self.consumer, delivery, error)
+            with self._copies.turn(_identity(arrived), self.wait_seconds) as mine:
+                if not mine:
+                    raise self._busy(arrived)
+                return self._repeated(transactions, delivery, arrived)
+
+    def _repeated(self, transactions: Transactions, delivery: Delivery, arrived: Arrived) -> Handled:
         for tries in range(1, TRIES_MAX):
             try:
-                with _open(database, self.wait_seconds) as conn:
-                    return self._once(conn, delivery, arrived)
-            except (psycopg.OperationalError, Unreachable) as error:
-                if not _repeatable(error, database):
+                return self._once(transactions, delivery, arrived)
+            except Exception as error:  # SQLAlchemy and Django wrap those of psycopg
+                if not _repeatable(error, transactions.renews):
                     raise
             time.sleep(_backoff(tries))
-        with _open(database, self.wait_seconds) as conn:
-            return self._once(conn, delivery, arrived)
+        return self._once(transactions, delivery, arrived)
 
-    def reserve_in(self, tx: Connection[Any], envelope: Envelope, coordinates: str) -> Reservation:
+    def reserve_in(self, tx: Transaction, envelope: Envelope, coordinates: str) -> Reservation:
         """`fencepost.consumer.reservation.reserve_in` for this consumer; never commits, runs no handler."""
         return reserve_in(tx, self.consumer, envelope, coordinates)
 
-    def _once(self, conn: Connection[Any], delivery: Delivery, arrived: Arrived) -> Handled:
-        self._require_idle(conn)
-        with conn.transaction():
+    def _once(self, transactions: Transactions, delivery: Delivery, arrived: Arrived) -> Handled:
+        with transactions.begin() as begun:
+            conn = begun.conn
             if self.isolation is not None:
                 conn.execute(ISOLATION[self.isolation])
             conn.execute(LOCK_TIMEOUT, self._wait)
             try:
                 reservation = reserve_in(
-                    conn, self.consumer, arrived.envelope, delivery.coordinates, headers=delivery.stored_headers()
+                    conn,
+                    self.consumer,
+                    arrived.envelope,
+                    delivery.coordinates,
+                    headers=delivery.stored_headers(),
+                    dead_letter=delivery.dead_letter,
                 )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:
                 case Reserved.RESERVED:
                     conn.execute(LOCK_TIMEOUT_AS_BEFORE)
-                    self.handler(conn, cast(E, arrived.argument))
-                    self._require_alive(conn)
+                    self.handler(begun.tx, cast(E, arrived.argument))
+                    begun.alive()
                     with conn.cursor(row_factory=tuple_row) as cursor:
                         row = cursor.execute(SAME_TRANSACTION).fetchone()
                     if row is None or row[0] != reservation.transaction:
-                        raise _ended()
+                        raise ended()
                     outcome = Outcome.HANDLED
                 case Reserved.DUPLICATE:
                     outcome = Outcome.DUPLICATE
                 case Reserved.CONFLICT:
                     outcome = Outcome.CONFLICT
+                case Reserved.BEFORE_HORIZON:
+                    outcome = Outcome.BEFORE_HORIZON
                 case _:
                     assert_never(reservation.outcome)
         return self._handled(outcome, arrived, delivery, reservation)
 
 
-class AsyncInbox(_Inbox[Callable[[AsyncConnection[Any], E], Awaitable[object]]], Generic[E]):
+class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
     """As `Inbox`, for asyncio."""
 
-    async def __call__(self, tx: AsyncConnection[Any], event: E) -> None:
+    async def __call__(self, tx: Any, event: E) -> None:
         await self.handler(tx, event)
 
-    async def handle(self, database: str | AsyncConnection[Any] | AsyncPool, delivery: Delivery) -> Handled:
-        """As `Inbox.handle`. Cancelled during the commit, the outcome is not known: deliver again."""
-        try:
-            arrived = self.reading.read(delivery)
-        except Undecodable as error:
-            async with _open_async(database, self.wait_seconds) as conn:
-                self._require_idle(conn)
-                async with conn.transaction():
-                    return await dead_letters.undecodable_async(conn, self.consumer, delivery, error)
+    async def handle(self, database: AsyncDatabase, delivery: Delivery) -> Handled:
+        """As `Inbox.handle`, with an AsyncConnection or an asyncio pool of psycopg, an AsyncEngine, or an
+        async_sessionmaker. Cancelled during the commit, the outcome is not known: deliver again.
+        """
+        async with opened_async(database, self.handler, self.wait_seconds) as transactions:
+            try:
+                arrived = self.reading.read(delivery)
+            except Undecodable as error:
+                async with transactions.begin() as begun:
+                    return await dead_letters.undecodable_async(begun.conn, self.consumer, delivery, error)
+            async with self._async_copies.turn(_identity(arrived), self.wait_seconds) as mine:
+                if not mine:
+                    raise self._busy(arrived)
+                return await self._repeated(transactions, delivery, arrived)
+
+    async def _repeated(self, transactions: AsyncTransactions, delivery: Delivery, arrived: Arrived) -> Handled:
         for tries in range(1, TRIES_MAX):
             try:
-                async with _open_async(database, self.wait_seconds) as conn:
-                    return await self._once(conn, delivery, arrived)
-            except (psycopg.OperationalError, Unreachable) as error:
-                if not _repeatable(error, database):
+                return await self._once(transactions, delivery, arrived)
+            except Exception as error:  # as in Inbox
+                if not _repeatable(error, transactions.renews):
                     raise
             await asyncio.sleep(_backoff(tries))
-        async with _open_async(database, self.wait_seconds) as conn:
-            return await self._once(conn, delivery, arrived)
+        return await self._once(transactions, delivery, arrived)
 
-    async def reserve_in(self, tx: AsyncConnection[Any], envelope: Envelope, coordinates: str) -> Reservation:
+    async def reserve_in(self, tx: AsyncTransaction, envelope: Envelope, coordinates: str) -> Reservation:
         """As `Inbox.reserve_in`."""
         return await reserve_in_async(tx, self.consumer, envelope, coordinates)
 
-    async def _once(self, conn: AsyncConnection[Any], delivery: Delivery, arrived: Arrived) -> Handled:
-        self._require_idle(conn)
-        async with conn.transaction():
+    async def _once(self, transactions: AsyncTransactions, delivery: Delivery, arrived: Arrived) -> Handled:
+        async with transactions.begin() as begun:
+            conn = begun.conn
             if self.isolation is not None:
                 await conn.execute(ISOLATION[self.isolation])
             await conn.execute(LOCK_TIMEOUT, self._wait)
             try:
                 reservation = await reserve_in_async(
-                    conn, self.consumer, arrived.envelope, delivery.coordinates, headers=delivery.stored_headers()
+                    conn,
+                    self.consumer,
+                    arrived.envelope,
+                    delivery.coordinates,
+                    headers=delivery.stored_headers(),
+                    dead_letter=delivery.dead_letter,
                 )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:
                 case Reserved.RESERVED:
                     await conn.execute(LOCK_TIMEOUT_AS_BEFORE)
-                    await self.handler(conn, cast(E, arrived.argument))
-                    self._require_alive(conn)
+                    await self.handler(begun.tx, cast(E, arrived.argument))
+                    begun.alive()
                     async with conn.cursor(row_factory=tuple_row) as cursor:
                         row = await (await cursor.execute(SAME_TRANSACTION)).fetchone()
                     if row is None or row[0] != reservation.transaction:
-                        raise _ended()
+                        raise ended()
                     outcome = Outcome.HANDLED
                 case Reserved.DUPLICATE:
                     outcome = Outcome.DUPLICATE
                 case Reserved.CONFLICT:
                     outcome = Outcome.CONFLICT
+                case Reserved.BEFORE_HORIZON:
+                    outcome = Outcome.BEFORE_HORIZON
                 case _:
                     assert_never(reservation.outcome)
         return self._handled(outcome, arrived, delivery, reservation)
@@ -248,14 +265,16 @@ class AsyncInbox(_Inbox[Callable[[AsyncConnection[Any], E], Awaitable[object]]],
 
 class _Decorator(Protocol):
     @overload
-    def __call__(self, handler: Callable[[AsyncConnection[Any], E], Awaitable[None]], /) -> AsyncInbox[E]: ...
+    def __call__(self, handler: Callable[[T, E], Awaitable[None]], /) -> AsyncInbox[E]: ...
     @overload
-    def __call__(self, handler: Callable[[Connection[Any], E], None], /) -> Inbox[E]: ...
+    def __call__(self, handler: Callable[[T, E], None], /) -> Inbox[E]: ...
 
 
 def inbox(*, consumer: str, wait_seconds: float = WAIT_SECONDS, isolation: IsolationLevel | None = None) -> _Decorator:
     """Makes a handler ``(tx, event)`` an inbox: it runs at most once committed per tenant, operation and type.
 
+    ``tx`` is what ``handle`` was given a database of: a psycopg connection, a SQLAlchemy or SQLModel session or
+    connection, or Django's.
     ``consumer`` names whose reservation it is; another consumer handles the same events on its own. ``wait_seconds``
     bounds the wait for a concurrent copy. ``isolation`` is that of the handler's transaction, else the connection's.
     A coroutine function becomes an `AsyncInbox`, any other an `Inbox`. Raises ConfigError for a handler whose event
@@ -270,54 +289,22 @@ def inbox(*, consumer: str, wait_seconds: float = WAIT_SECONDS, isolation: Isola
     return decorate
 
 
-@contextmanager
-def _open(database: str | Connection[Any] | Pool, wait: float) -> Generator[Connection[Any], None, None]:
-    if isinstance(database, Connection):
-        yield database
-        return
-    own = Connections(database, answer_within=ANSWER_SECONDS + wait) if isinstance(database, str) else None
-    try:
-        with cast(Pool, own or database).connection() as conn:
-            yield conn
-    finally:
-        if own is not None:
-            own.close()
+def _identity(arrived: Arrived) -> tuple[str, str, str]:
+    envelope = arrived.envelope
+    return envelope.tenant, envelope.operation, envelope.type
 
 
-@asynccontextmanager
-async def _open_async(
-    database: str | AsyncConnection[Any] | AsyncPool, wait: float
-) -> AsyncGenerator[AsyncConnection[Any], None]:
-    if isinstance(database, AsyncConnection):
-        yield database
-        return
-    own = AsyncConnections(database, answer_within=ANSWER_SECONDS + wait) if isinstance(database, str) else None
-    try:
-        async with cast(AsyncPool, own or database).connection() as conn:
-            yield conn
-    finally:
-        if own is not None:
-            await own.close()
-
-
-def _repeatable(error: psycopg.OperationalError | Unreachable, database: object) -> bool:
+def _repeatable(error: Exception, renews: bool) -> bool:
     """Whether the whole transaction may run again now: it certainly left nothing, or the reservation will tell."""
     if isinstance(error, Unreachable):
         return True
-    if error.sqlstate is not None and not error.sqlstate.startswith(("08", "57P")):
-        return error.sqlstate in ("40001", "40P01")
-    return not isinstance(database, Connection | AsyncConnection)
+    driver = driver_error(error)
+    if not isinstance(driver, psycopg.OperationalError):
+        return False
+    if driver.sqlstate is not None and not driver.sqlstate.startswith(("08", "57P")):
+        return driver.sqlstate in ("40001", "40P01")
+    return renews
 
 
 def _backoff(tries: int) -> float:
     return BACKOFF_SECONDS * (1 << tries - 1) * random.uniform(0.5, 1.5)
-
-
-def _ended() -> CommitWasRollback:
-    return _rolled_back(
-        "the handler ended the transaction", "the inbox commits; do not commit or roll back in a handler"
-    )
-
-
-def _rolled_back(what: str, hint: str) -> CommitWasRollback:
-    return CommitWasRollback(f"{what}, so nothing can be reported as committed", field="handler", hint=hint)

@@ -25,9 +25,11 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.executors import attempts
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
-from fencepost.consumer.runner import Again, RunnerOptions, Tries
+from fencepost.consumer.runner import Again, RunnerOptions, Tries, require_fit
 from fencepost.consumer.signals import stop_on_signals
-from fencepost.consumer.topics import TopicIds
+from fencepost.consumer.topics import TopicIds, retentions
+from fencepost.consumer.transactions import AsyncDatabase, Database
+from fencepost.consumer.upkeep import Upkeep
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 __all__ = ["KafkaRunner"]
@@ -82,14 +84,14 @@ class _Lane:
 class KafkaRunner:
     """Feeds an inbox from Kafka topics until it is stopped; every event is handled or a dead letter, none is skipped.
 
-    ``group`` is the consumer's name unless given. ``config`` adds librdkafka settings (security, timeouts); those that
-    would acknowledge unfinished work are refused with ConfigError.
+    ``database`` as of `Inbox.handle`. ``group`` is the consumer's name unless given. ``config`` adds librdkafka
+    settings (security, timeouts); those that would acknowledge unfinished work are refused with ConfigError.
     """
 
     def __init__(
         self,
         inbox: Inbox[Any] | AsyncInbox[Any],
-        dsn: str,
+        database: Database | AsyncDatabase,
         *,
         bootstrap: str,
         topics: Sequence[str],
@@ -105,7 +107,8 @@ class KafkaRunner:
         self._options = options or RunnerOptions()
         self._bootstrap = bootstrap
         self._topics = list(topics)
-        self._dsn = dsn
+        self._database = database
+        require_fit(inbox, database)
         self._inbox = inbox
         self._config: dict[str, object] = {
             **_DEFAULT,
@@ -122,6 +125,8 @@ class KafkaRunner:
         self._draining = False
         self._fatal: str | None = None
         self._commit_at = 0.0
+        self._retrying: Future[bool] | None = None
+        self._retry_at = 0.0
 
     def run(self, stop: threading.Event | None = None) -> None:
         """Runs until ``stop`` is set, then drains: running handlers finish, their offsets are committed.
@@ -134,15 +139,18 @@ class KafkaRunner:
                 return self.run(signalled)
         self._draining, self._fatal = False, None
         consumer = self._consumer()
-        running = attempts(self._inbox, self._dsn, self._options)
-        self._start = running.start
+        running = attempts(self._inbox, self._database, self._options)
+        self._start, self._retry, self._retrying = running.start, running.retry, None
+        upkeep = Upkeep(self._inbox.consumer, self._database, topics=lambda: retentions(self._config, self._topics))
         try:
             self._connect(consumer, stop)
+            upkeep.start()
             consumer.subscribe(self._topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
             self._loop(consumer, stop)
             self._drain(consumer)
         finally:
             self._draining = True
+            upkeep.stop()
             consumer.close()
             for lane in self._lanes.values():
                 lane.closed = True
@@ -172,12 +180,16 @@ class KafkaRunner:
         with suppress(KafkaException):
             consumer.pause(consumer.assignment())
         deadline = time.monotonic() + self._options.drain_seconds
-        while any(lane.running for lane in self._lanes.values()) and time.monotonic() < deadline:
+        while self._busy() and time.monotonic() < deadline:
             with suppress(KafkaException):
                 consumer.poll(POLL_SECONDS)
         if left := sum(lane.running for lane in self._lanes.values()):
             log.warning("%d handlers were still running after %.0f s", left, self._options.drain_seconds)
         self._commit(consumer, list(self._lanes.values()), asynchronous=False)
+
+    def _busy(self) -> bool:
+        retrying = self._retrying is not None and not self._retrying.done()
+        return retrying or any(lane.running for lane in self._lanes.values())
 
     def _arrived(self, consumer: Consumer, message: Message) -> None:
         if (error := message.error()) is not None:
@@ -218,6 +230,19 @@ class KafkaRunner:
         if now >= self._commit_at:
             self._commit(consumer, list(self._lanes.values()), asynchronous=True)
             self._commit_at = now + COMMIT_SECONDS
+        if now >= self._retry_at and not any(lane.running for lane in self._lanes.values()):
+            self._give_back(now)
+
+    def _give_back(self, now: float) -> None:
+        """One dead letter that an operator gave back, where nothing else runs; the next at once if there was one."""
+        if self._retrying is not None:
+            if not self._retrying.done():
+                return
+            found, self._retrying = self._retrying.exception() is None and self._retrying.result(), None
+            if not found:
+                self._retry_at = now + self._options.idle_seconds
+                return
+        self._retrying = self._retry()
 
     # Lanes: called by the poll loop and by whoever finishes a handler.
 

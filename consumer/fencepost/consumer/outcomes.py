@@ -17,13 +17,16 @@ class Outcome(StrEnum):
     handled: the handler ran and its changes were committed with the reservation.
     duplicate: the operation was handled before with this meaning; nothing ran.
     conflict: the operation, or the delivery, was seen before with another meaning; kept as a dead letter, nothing ran.
-    undecodable: it cannot be read; kept as a dead letter, nothing ran.
+    before_horizon: nothing is known of it, and it is older than what this consumer remembers; kept as a dead letter,
+    nothing ran.
+    undecodable: it cannot be read, or its type or version is not known here yet; kept as a dead letter, nothing ran.
     handler_failed: the handler failed as often as allowed; kept as a dead letter, nothing of it was committed.
     """
 
     HANDLED = "handled"
     DUPLICATE = "duplicate"
     CONFLICT = "conflict"
+    BEFORE_HORIZON = "before_horizon"
     UNDECODABLE = "undecodable"
     HANDLER_FAILED = "handler_failed"
 
@@ -34,6 +37,7 @@ class Reserved(StrEnum):
     RESERVED = "reserved"
     DUPLICATE = "duplicate"
     CONFLICT = "conflict"
+    BEFORE_HORIZON = "before_horizon"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,10 @@ from yarl import URL
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
-from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries
+from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries, require_fit
 from fencepost.consumer.signals import stop_on_signals
+from fencepost.consumer.transactions import AsyncDatabase, Database
+from fencepost.consumer.upkeep import Upkeep
 from fencepost.schemas.errors import ConfigError, Unreachable
 
 __all__ = ["RabbitRunner"]
@@ -59,15 +61,15 @@ class _Connection(aio_pika.Connection):
 class RabbitRunner:
     """Feeds an inbox from one queue until it is stopped; every message is handled or a dead letter, none is dropped.
 
-    The queue must exist, unless ``declare``: then a durable topic exchange, a quorum queue bound to it by
-    ``routing_keys`` and limited to ``delivery_limit`` deliveries, and a queue ``<queue>.dead`` for what exceeds the
-    limit are declared. ``prefetch`` bounds what is unacknowledged at a time.
+    ``database`` as of `Inbox.handle`. The queue must exist, unless ``declare``: then a durable topic exchange, a quorum
+    queue bound to it by ``routing_keys`` and limited to ``delivery_limit`` deliveries, and a queue ``<queue>.dead`` for
+    what exceeds the limit are declared. ``prefetch`` bounds what is unacknowledged at a time.
     """
 
     def __init__(
         self,
         inbox: Inbox[Any] | AsyncInbox[Any],
-        dsn: str,
+        database: Database | AsyncDatabase,
         *,
         url: str,
         queue: str,
@@ -87,7 +89,9 @@ class RabbitRunner:
         if not 1 <= delivery_limit <= 1_000_000:
             raise ConfigError("delivery_limit is not between 1 and 1000000", field="delivery_limit")
         self._inbox = inbox
-        self._dsn = dsn
+        self._database = database
+        require_fit(inbox, database)
+        require_fit(inbox, database)
         self._url = url
         self._queue = queue
         self._exchange = exchange
@@ -111,11 +115,15 @@ class RabbitRunner:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """As `run`, in the caller's event loop."""
-        serving = _Serving(self._inbox, self._dsn, self._options, stop)
+        serving = _Serving(self._inbox, self._database, self._options, stop)
+        upkeep = Upkeep(self._inbox.consumer, self._database)
+        upkeep.start()
+        serving.give_back()
         try:
             await self._connected(serving, stop)
         finally:
             await serving.end()
+            await asyncio.to_thread(upkeep.stop)
 
     async def _until(self, stop: threading.Event) -> None:
         stopped = asyncio.Event()
@@ -274,19 +282,25 @@ class _Serving:
     """The deliveries in hand: they outlive the session that brought them, their acknowledgement does not."""
 
     def __init__(
-        self, inbox: Inbox[Any] | AsyncInbox[Any], dsn: str, options: RunnerOptions, stop: asyncio.Event
+        self,
+        inbox: Inbox[Any] | AsyncInbox[Any],
+        database: Database | AsyncDatabase,
+        options: RunnerOptions,
+        stop: asyncio.Event,
     ) -> None:
         self._options = options
         self._stop = stop
         self._slots = asyncio.Semaphore(options.concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._giving_back: asyncio.Task[None] | None = None
+        self._retrying = False
         self._pool: ThreadPoolExecutor | None = None
         self._sync: Handling | None = None
         self._async: AsyncHandling | None = None
         if isinstance(inbox, AsyncInbox):
-            self._async = AsyncHandling(inbox, dsn, options)
+            self._async = AsyncHandling(inbox, cast(AsyncDatabase, database), options)
         else:
-            self._sync = Handling(inbox, dsn, options)
+            self._sync = Handling(inbox, cast(Database, database), options)
             self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="fencepost-consumer")
 
     def take(self, session: _Session, message: AbstractIncomingMessage, delivery: Delivery) -> None:
@@ -294,6 +308,29 @@ class _Serving:
         task = asyncio.create_task(self._work(session, message, delivery))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def give_back(self) -> None:
+        """Handles dead letters that an operator gave back, one at a time where no message waits, until it ends."""
+        self._giving_back = asyncio.create_task(self._given_back())
+
+    async def _given_back(self) -> None:
+        while not self._stop.is_set():
+            found = False
+            if not self._slots.locked():
+                async with self._slots:
+                    self._retrying = True
+                    try:
+                        found = await self._retry()
+                    finally:
+                        self._retrying = False
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), 0.001 if found else self._options.idle_seconds)
+
+    async def _retry(self) -> bool:
+        if self._async is not None:
+            return await self._async.retry()
+        assert self._sync is not None
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.retry)
 
     async def _work(self, session: _Session, message: AbstractIncomingMessage, delivery: Delivery) -> None:
         tries = Tries(self._options)
@@ -322,18 +359,22 @@ class _Serving:
 
     async def drain(self) -> None:
         """Waits for running handlers, at most ``drain_seconds``; what waits for its turn gives up by itself."""
-        if not self._tasks:
+        running = set(self._tasks)
+        if self._giving_back is not None and self._retrying:
+            running.add(self._giving_back)
+        if not running:
             return
-        _, pending = await asyncio.wait(self._tasks, timeout=self._options.drain_seconds)
+        _, pending = await asyncio.wait(running, timeout=self._options.drain_seconds)
         if pending:
             log.warning("%d handlers were still running after %.0f s", len(pending), self._options.drain_seconds)
 
     async def end(self) -> None:
         """Drains, then cancels what is left; a cancelled handler's transaction is rolled back."""
         await self.drain()
-        for task in self._tasks:
+        left = [*self._tasks, *([] if self._giving_back is None else [self._giving_back])]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         if self._sync is not None:

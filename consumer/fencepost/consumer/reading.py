@@ -1,7 +1,8 @@
 """What a handler asks for, read from its signature, and how a delivery becomes just that.
 
 A handler takes ``(tx, event)``. The annotation of the second argument decides: a class of events (or a union of them)
-accepts those only, ``Event`` or nothing accepts every declared event, ``Envelope`` takes what arrived unparsed.
+accepts those only (and older versions for which an
+upcast is declared), ``Event`` or nothing accepts every declared event, ``Envelope`` takes what arrived unparsed.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace, UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, Union, cast, get_args, get_origin, get_type_hints
 
-from fencepost.consumer.delivery import Delivery
+from fencepost.schemas import upcasts
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import ConfigError, Undecodable
-from fencepost.schemas.event import Event, registry
+from fencepost.schemas.event import Event, registry, unknown_version
 
-__all__ = ["Arrived", "Reading"]
+__all__ = ["Arrived", "Arriving", "Reading", "resolved"]
+
+
+class Arriving(Protocol):
+    """What an envelope can be had from: a delivery, or a record of a history."""
+
+    def envelope(self) -> Envelope: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +53,11 @@ class Reading:
         annotation = parameters[1].annotation
         if annotation is inspect.Parameter.empty:
             return cls((), raw=False)
-        return cls._accepting(_resolved(handler, annotation))
+        return cls.accepting(resolved(handler, annotation))
 
     @classmethod
-    def _accepting(cls, annotation: object) -> Reading:
+    def accepting(cls, annotation: object) -> Reading:
+        """From what the handler is to be given, or ConfigError."""
         if annotation is Envelope:
             return cls((), raw=True)
         if annotation is Event or annotation is Any:
@@ -64,31 +72,33 @@ class Reading:
             )
         return cls(cast(tuple[type[Event], ...], tuple(classes)), raw=False)
 
-    def read(self, delivery: Delivery) -> Arrived:
+    def read(self, delivery: Arriving) -> Arrived:
         """Envelope, digest, then content; Undecodable at the first that fails."""
         envelope = delivery.envelope()
-        envelope.verify()
+        envelope.check()
         if self.raw:
             return Arrived(envelope, envelope)
         if not self.classes:
             return Arrived(envelope, registry.parse(envelope))
-        return Arrived(envelope, self._class_of(envelope).parse(envelope))
+        return Arrived(envelope, self._event_of(envelope))
 
-    def _class_of(self, envelope: Envelope) -> type[Event]:
-        of_type = [each for each in self.classes if each.event_type == envelope.type]
+    def _event_of(self, envelope: Envelope) -> Event:
+        of_type = {each.event_version: each for each in self.classes if each.event_type == envelope.type}
         if not of_type:
             raise Undecodable("the handler does not take this type", reason="unknown_type", field="type")
-        for each in of_type:
-            if each.event_version == envelope.version:
-                return each
-        raise Undecodable("the handler does not take this version", reason="unknown_version", field="version")
+        if (exact := of_type.get(envelope.version)) is not None:
+            return exact.parse(envelope)
+        event = upcasts.lifted(envelope, of_type.values())
+        if event is None:
+            raise unknown_version(envelope.type, envelope.version, max(of_type))
+        return event
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _resolved(handler: Callable[..., object], annotation: object) -> object:
-    """Only this annotation is resolved: others may name what exists for type checkers alone."""
+def resolved(handler: Callable[..., object], annotation: object) -> object:
+    """The annotation as an object. Only this annotation is resolved: others may name what exists for type checkers alone."""
     if not isinstance(annotation, str):
         return annotation
     function = inspect.unwrap(handler)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from typing import Any, LiteralString
 
-from psycopg import AsyncConnection, Connection
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
 from fencepost.consumer.outcomes import Reservation, Reserved
+from fencepost.consumer.retries import settle, settle_async
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
+from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async
 
 __all__ = ["reserve_in", "reserve_in_async"]
 
@@ -29,37 +30,51 @@ FROM fencepost.reserve(
 ) AS r
 """
 
+_DONE = (Reserved.RESERVED, Reserved.DUPLICATE)
+
 
 def reserve_in(
-    tx: Connection[Any],
+    tx: Transaction,
     consumer: str,
     envelope: Envelope,
     coordinates: str,
     *,
     headers: list[list[object]] | None = None,
+    dead_letter: int | None = None,
 ) -> Reservation:
     """Reserves the operation for ``consumer`` in the caller's transaction, and never commits.
 
-    Verifies the digest first. Raises Undecodable, InvalidInput, and what PostgreSQL raises: serialization failures
-    (retry the whole transaction) and, under a lock_timeout, LockNotAvailable.
+    Verifies the digest first. Settles ``dead_letter``, where the delivery is one that was given back. ``tx`` as of
+    `fencepost.consumer.handoff.submit`. Raises Undecodable, InvalidInput, WrongTransaction where no transaction is
+    open, and what PostgreSQL raises: serialization failures (retry the whole transaction) and, under a lock_timeout,
+    LockNotAvailable.
     """
     values = _values(consumer, envelope, coordinates, headers)
-    with tx.cursor(row_factory=tuple_row) as cursor:
-        return _reservation(cursor.execute(RESERVE, values).fetchone())
+    conn = connection_of(tx)
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        reservation = _reservation(cursor.execute(RESERVE, values).fetchone())
+    if dead_letter is not None:
+        settle(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
+    return reservation
 
 
 async def reserve_in_async(
-    tx: AsyncConnection[Any],
+    tx: AsyncTransaction,
     consumer: str,
     envelope: Envelope,
     coordinates: str,
     *,
     headers: list[list[object]] | None = None,
+    dead_letter: int | None = None,
 ) -> Reservation:
     """As `reserve_in`, for asyncio."""
     values = _values(consumer, envelope, coordinates, headers)
-    async with tx.cursor(row_factory=tuple_row) as cursor:
-        return _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
+    conn = await connection_of_async(tx)
+    async with conn.cursor(row_factory=tuple_row) as cursor:
+        reservation = _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
+    if dead_letter is not None:
+        await settle_async(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
+    return reservation
 
 
 def _values(
@@ -68,6 +83,9 @@ def _values(
     if not coordinates:
         raise InvalidInput("coordinates are empty", field="coordinates", hint="name broker, place and message")
     envelope.verify()
+    payload = envelope.payload
+    if headers is not None and envelope.body is not None:
+        payload = envelope.body  # in structured mode these headers say nothing without it
     if headers is None:
         headers = [[name, value] for name, value in to_attributes(envelope).items()]
     return {
@@ -83,7 +101,7 @@ def _values(
         "event_time": envelope.time,
         "coordinates": coordinates,
         "headers": Jsonb(headers),
-        "payload": envelope.payload,
+        "payload": payload,
     }
 
 

@@ -1,7 +1,7 @@
 """What every runner does with one delivery: handle it, and decide on a failure between trying again and setting aside.
 
 A failure of the handler counts; after ``max_attempts`` the delivery becomes a dead letter and its queue goes on.
-What is not the handler's fault never counts: a database that cannot be reached, a copy handled elsewhere, a lost
+What is not the handler's fault never counts: a database that cannot be reached or used, a copy handled elsewhere, a lost
 serialization race. Those are tried again for as long as it takes, with capped backoff, and nothing is acknowledged.
 """
 
@@ -11,21 +11,23 @@ import logging
 import random
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 
-from fencepost.consumer import dead_letters
-from fencepost.consumer.connections import AsyncConnections, Connections
+from fencepost.consumer import dead_letters, retries
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled, Outcome
-from fencepost.schemas.errors import ConfigError, NotDispatched
+from fencepost.consumer.transactions import AsyncDatabase, Database, async_transactions_of, transactions_of
+from fencepost.schemas.errors import ConfigError, InvalidInput, NotDispatched
+from fencepost.schemas.transaction import driver_error
 
-__all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries"]
+__all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries", "require_fit"]
 
 log = logging.getLogger("fencepost.consumer")
 
+_SET_ASIDE = (Outcome.CONFLICT, Outcome.UNDECODABLE, Outcome.BEFORE_HORIZON)
 # 08 connection, 40 rollback for concurrency, 53 resources, 55P03 lock not available, 57P the server goes or is not up.
 _NOT_THE_HANDLERS_FAULT = ("08", "40001", "40P01", "53", "55P03", "57P")
 
@@ -38,7 +40,8 @@ class RunnerOptions:
     delivery is set aside. backoff_base doubles with every try up to backoff_max, with jitter. drain_seconds: how long
     running handlers may take after a stop. start_seconds: how long broker and database may be missing at the start.
     answer_seconds: how long the database may take over one statement, a handler's own included, beyond the inbox's wait
-    for another copy.
+    for another copy; for connections that are opened from a connection string.
+    idle_seconds: how often dead letters that were given back are looked for.
     """
 
     concurrency: int = 4
@@ -48,6 +51,7 @@ class RunnerOptions:
     drain_seconds: float = 25.0
     start_seconds: float = 30.0
     answer_seconds: float = 60.0
+    idle_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= 256:
@@ -58,6 +62,8 @@ class RunnerOptions:
             raise ConfigError(
                 "backoff_base is not between 0 and backoff_max, or that above an hour", field="backoff_base"
             )
+        if not 0.01 <= self.idle_seconds <= 3600:
+            raise ConfigError("idle_seconds is not between 0.01 and 3600", field="idle_seconds")
         for name in ("drain_seconds", "start_seconds"):
             if not 0 <= getattr(self, name) <= 3600:
                 raise ConfigError(f"{name} is not between 0 and 3600", field=name)
@@ -115,71 +121,138 @@ class Tries:
 class Handling:
     """One sync inbox with the connections its handlers use; for threads."""
 
-    def __init__(self, inbox: Inbox[Any], dsn: str, options: RunnerOptions) -> None:
+    def __init__(self, inbox: Inbox[Any], database: Database, options: RunnerOptions) -> None:
         self._inbox = inbox
-        self._connections = Connections(
-            dsn, limit=options.concurrency, answer_within=options.answer_seconds + inbox.wait_seconds
+        self._transactions = transactions_of(
+            database,
+            inbox.handler,
+            options.concurrency,
+            answer_within=options.answer_seconds + inbox.wait_seconds,
         )
 
     def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         """Tries once. `Handled` is committed and may be acknowledged; after `Again` nothing may."""
         try:
-            return _told(self._inbox.handle(self._connections, delivery))
+            return _told(self._inbox.handle(self._transactions, delivery))
         except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
             if (again := tries.failed(error, delivery)) is not None:
                 return again
             failure = error
         try:
-            with self._connections.connection() as conn, conn.transaction():
-                return dead_letters.handler_failed(conn, self._inbox.consumer, delivery, failure, tries.failures)
-        except (psycopg.Error, NotDispatched) as error:
+            with self._transactions.begin() as begun:
+                return dead_letters.handler_failed(begun.conn, self._inbox.consumer, delivery, failure, tries.failures)
+        except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
             return _unrecorded(error, delivery)
 
+    def retry(self) -> bool:
+        """Handles one dead letter that was given back; False when there is none. Raises nothing that a handler raises."""
+        try:
+            with self._transactions.begin() as begun:
+                delivery = retries.take(begun.conn, self._inbox.consumer)
+            if delivery is None:
+                return False
+            try:
+                _told(self._inbox.handle(self._transactions, delivery))
+            except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
+                if _failed_again(error, delivery):
+                    with self._transactions.begin() as begun:
+                        dead_letters.handler_failed(begun.conn, self._inbox.consumer, delivery, error, 1)
+        except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
+            log.warning("a dead letter was not taken: %s", dead_letters.describe(error))
+            return False
+        return True
+
     def close(self) -> None:
-        """Closes idle connections."""
-        self._connections.close()
+        """Closes the connections that were opened here."""
+        self._transactions.close()
 
 
 class AsyncHandling:
     """As `Handling`, for asyncio."""
 
-    def __init__(self, inbox: AsyncInbox[Any], dsn: str, options: RunnerOptions) -> None:
+    def __init__(self, inbox: AsyncInbox[Any], database: AsyncDatabase, options: RunnerOptions) -> None:
         self._inbox = inbox
-        self._connections = AsyncConnections(
-            dsn, limit=options.concurrency, answer_within=options.answer_seconds + inbox.wait_seconds
+        self._transactions = async_transactions_of(
+            database,
+            inbox.handler,
+            options.concurrency,
+            answer_within=options.answer_seconds + inbox.wait_seconds,
         )
 
     async def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         """As `Handling.attempt`."""
         try:
-            return _told(await self._inbox.handle(self._connections, delivery))
+            return _told(await self._inbox.handle(self._transactions, delivery))
         except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
             if (again := tries.failed(error, delivery)) is not None:
                 return again
             failure = error
         try:
-            async with self._connections.connection() as conn, conn.transaction():
+            async with self._transactions.begin() as begun:
                 return await dead_letters.handler_failed_async(
-                    conn, self._inbox.consumer, delivery, failure, tries.failures
+                    begun.conn, self._inbox.consumer, delivery, failure, tries.failures
                 )
-        except (psycopg.Error, NotDispatched) as error:
+        except Exception as error:  # noqa: BLE001  # as in Handling
             return _unrecorded(error, delivery)
 
+    async def retry(self) -> bool:
+        """As `Handling.retry`."""
+        try:
+            async with self._transactions.begin() as begun:
+                delivery = await retries.take_async(begun.conn, self._inbox.consumer)
+            if delivery is None:
+                return False
+            try:
+                _told(await self._inbox.handle(self._transactions, delivery))
+            except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
+                if _failed_again(error, delivery):
+                    async with self._transactions.begin() as begun:
+                        await dead_letters.handler_failed_async(begun.conn, self._inbox.consumer, delivery, error, 1)
+        except Exception as error:  # noqa: BLE001  # every library wraps those of its driver
+            log.warning("a dead letter was not taken: %s", dead_letters.describe(error))
+            return False
+        return True
+
     async def close(self) -> None:
-        """Closes idle connections."""
-        await self._connections.close()
+        """Closes the connections that were opened here."""
+        await self._transactions.close()
+
+
+def require_fit(inbox: Inbox[Any] | AsyncInbox[Any], database: Database | AsyncDatabase) -> None:
+    """ConfigError (``database``) where this database lends what the handler does not take; opens nothing."""
+    if isinstance(inbox, AsyncInbox):
+        async_transactions_of(cast(AsyncDatabase, database), inbox.handler)
+    else:
+        transactions_of(cast(Database, database), inbox.handler)
 
 
 def _transient(error: Exception) -> bool:
     if isinstance(error, NotDispatched):
         return True
-    if isinstance(error, psycopg.OperationalError):
-        return error.sqlstate is None or error.sqlstate.startswith(_NOT_THE_HANDLERS_FAULT)
+    if isinstance(error, ConfigError) and error.field == "database":
+        return True
+    driver = driver_error(error)
+    if isinstance(driver, psycopg.OperationalError):
+        return driver.sqlstate is None or driver.sqlstate.startswith(_NOT_THE_HANDLERS_FAULT)
     return False
 
 
+def _failed_again(error: Exception, delivery: Delivery) -> bool:
+    """Whether a retry's failure counts; else the letter is due again by itself, or somebody else has settled it."""
+    counted = not _transient(error) and not (isinstance(error, InvalidInput) and error.field == "id")
+    log.warning(
+        "%s: dead letter %s was not handled (%s): %s at %s",
+        delivery.coordinates,
+        delivery.dead_letter,
+        "kept" if counted else "not the handler's fault",
+        dead_letters.describe(error),
+        _place(error),
+    )
+    return counted
+
+
 def _told(handled: Handled) -> Handled:
-    level = logging.WARNING if handled.outcome in (Outcome.CONFLICT, Outcome.UNDECODABLE) else logging.DEBUG
+    level = logging.WARNING if handled.outcome in _SET_ASIDE else logging.DEBUG
     log.log(
         level,
         "%s: %s event=%s reason=%s field=%s arrivals=%d",

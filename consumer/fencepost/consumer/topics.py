@@ -1,16 +1,20 @@
-"""Topic ids: they tell a Kafka topic from an earlier one of its name, whose offsets meant other events."""
+"""What Kafka says of a topic: its id, which tells it from an earlier one of its name, and how long it keeps events."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, cast
 
 from confluent_kafka import KafkaException, TopicCollection
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    ConfigResource,  # pyright: ignore[reportPrivateImportUsage]
+    ResourceType,  # pyright: ignore[reportPrivateImportUsage]
+)
 
-__all__ = ["TopicIds"]
+__all__ = ["TopicIds", "retentions"]
 
 log = logging.getLogger("fencepost.consumer.kafka")
 
@@ -27,6 +31,17 @@ class _Describes(Protocol):
     """What we call of the admin client, whose own types leave the futures open."""
 
     def describe_topics(self, topics: TopicCollection, *, request_timeout: float) -> dict[str, Future[_Described]]: ...
+
+
+class _Entry(Protocol):
+    @property
+    def value(self) -> str | None: ...
+
+
+class _DescribesConfigs(Protocol):
+    def describe_configs(
+        self, resources: list[ConfigResource], *, request_timeout: float
+    ) -> dict[ConfigResource, Future[Mapping[str, _Entry]]]: ...
 
 
 class _Cluster(Protocol):
@@ -61,3 +76,27 @@ class TopicIds:
         except (KafkaException, TimeoutError) as error:
             log.info("%s: no topic id: %s", topic, type(error).__name__)
             return ""
+
+
+def retentions(config: Mapping[str, object], topics: Iterable[str]) -> dict[str, int]:
+    """How long each topic keeps events, in milliseconds, -1 for ever; a topic that does not say is left out.
+
+    A compacted topic keeps the last event of every key for ever.
+    """
+    ours = {name: value for name, value in config.items() if name.startswith(_OF_THE_CONNECTION)}
+    asked = {ConfigResource(ResourceType.TOPIC, topic): topic for topic in topics if not topic.startswith("^")}
+    found: dict[str, int] = {}
+    try:
+        admin = cast(_DescribesConfigs, AdminClient(cast(dict[str, Any], ours)))
+        answers = admin.describe_configs(list(asked), request_timeout=REQUEST_SECONDS)
+    except (KafkaException, ValueError) as error:
+        log.info("no retention of topics: %s", type(error).__name__)
+        return found
+    for resource, answer in answers.items():
+        try:
+            entries = answer.result(timeout=REQUEST_SECONDS)
+            policy, kept = entries["cleanup.policy"].value or "", entries["retention.ms"].value
+            found[asked[resource]] = -1 if "delete" not in policy else max(-1, int(kept or -1))
+        except (KafkaException, TimeoutError, KeyError, ValueError) as error:
+            log.info("%s: no retention: %s", asked[resource], type(error).__name__)
+    return found

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from datetime import datetime
-from typing import Any, LiteralString, overload
+from typing import Any, LiteralString, cast, overload
 from uuid import UUID
 
-from psycopg import AsyncConnection, Connection
-from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from pydantic import BaseModel
 
 from fencepost.schemas import content
-from fencepost.schemas.errors import InvalidInput, WrongTransaction
+from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.event import Event
 from fencepost.schemas.identity import as_class, as_operation, as_tenant
 from fencepost.schemas.jsonable import jsonable
+from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async, is_async
 
 __all__ = ["PRIORITY_MAX", "SUBMIT", "submit"]
 
@@ -28,7 +27,7 @@ SELECT fencepost.submit(%(tenant)s, %(operation)s, %(class)s, %(args)s, %(bindin
 
 @overload
 def submit(
-    conn: Connection[Any],
+    tx: Transaction,
     job_class: str,
     *,
     tenant: str,
@@ -40,7 +39,7 @@ def submit(
 ) -> bool: ...
 @overload
 def submit(
-    conn: AsyncConnection[Any],
+    tx: AsyncTransaction,
     job_class: str,
     *,
     tenant: str,
@@ -51,7 +50,7 @@ def submit(
     source_event: UUID | None = None,
 ) -> Awaitable[bool]: ...
 def submit(
-    conn: Connection[Any] | AsyncConnection[Any],
+    tx: Transaction | AsyncTransaction,
     job_class: str,
     *,
     tenant: str,
@@ -63,11 +62,13 @@ def submit(
 ) -> bool | Awaitable[bool]:
     """Schedules a job in the caller's transaction; True when it is new, False when the same job was there already.
 
-    Never commits, rolls back or changes the session; with an AsyncConnection the result is awaited. ``args`` become
+    ``tx`` is a connection of psycopg, a connection or session of SQLAlchemy (or SQLModel) on psycopg, or Django's
+    connection inside ``atomic()``; with one for asyncio the result is awaited. Never commits, rolls back, flushes or
+    changes the session. ``args`` become
     JSON of the restricted profile (no floating point) of at most 1 MiB; ``run_at`` is an aware datetime, the earliest
     start by the database clock; a higher ``priority`` goes first.
 
-    Raises WrongTransaction on an autocommit connection outside a transaction, OperationConflict when the operation
+    Raises WrongTransaction on an autocommit connection outside a transaction and on other drivers, OperationConflict when the operation
     has a job of this class with other args, InvalidInput naming the field before anything is written.
     """
     raw = arguments(args)
@@ -81,20 +82,14 @@ def submit(
         "run_at": _instant(run_at),
         "priority": _priority(priority),
     }
-    if conn.autocommit and conn.info.transaction_status is TransactionStatus.IDLE:
-        raise WrongTransaction(
-            "the connection is in autocommit mode and no transaction is open",
-            field="autocommit",
-            hint="submit inside `with conn.transaction():`, with the change that the job belongs to",
-        )
-    if isinstance(conn, AsyncConnection):
-        return _submit_async(conn, parameters)
-    with conn.cursor(row_factory=tuple_row) as cursor:
+    if is_async(tx):
+        return _submit_async(cast(AsyncTransaction, tx), parameters)
+    with connection_of(cast(Transaction, tx)).cursor(row_factory=tuple_row) as cursor:
         return _created(cursor.execute(SUBMIT, parameters).fetchone())
 
 
-async def _submit_async(conn: AsyncConnection[Any], parameters: dict[str, object]) -> bool:
-    async with conn.cursor(row_factory=tuple_row) as cursor:
+async def _submit_async(tx: AsyncTransaction, parameters: dict[str, object]) -> bool:
+    async with (await connection_of_async(tx)).cursor(row_factory=tuple_row) as cursor:
         await cursor.execute(SUBMIT, parameters)
         return _created(await cursor.fetchone())
 

@@ -10,14 +10,19 @@ import typer
 from fencepost.operate import (
     backfill,
     consumer,
+    deadletters,
     doctor,
     effects,
+    grants,
+    inbox,
     jobs,
     logs,
     migrate,
     parked,
     relay,
+    replay,
     retention,
+    schemas,
     status,
     worker,
 )
@@ -43,16 +48,21 @@ app = typer.Typer(
     help="Transactional outbox, inbox and fenced jobs on PostgreSQL.",
 )
 app.add_typer(migrate.app, name="migrate")
+app.add_typer(grants.app, name="grants")
 relay.app.command("backfill")(backfill.backfill)
 relay.app.command("retention")(retention.retention)
 app.add_typer(relay.app, name="relay")
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 app.add_typer(consumer.app, name="consumer")
+app.add_typer(deadletters.app, name="deadletters")
+app.add_typer(inbox.app, name="inbox")
+app.command("replay")(replay.replay)
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(parked.app, name="parked")
+app.add_typer(schemas.app, name="schemas")
 
 
 def _version(asked: bool) -> None:

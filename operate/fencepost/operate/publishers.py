@@ -81,6 +81,7 @@ def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]
                     insecure=d.insecure,
                     partitions=topics.get("partitions"),
                     replication=topics.get("replication"),
+                    mode=d.mode,
                 )
             case "rabbitmq":
                 checked_address(address, insecure=d.insecure)
@@ -97,6 +98,7 @@ def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]
                     max_message_bytes=most,
                     context=context,
                     insecure=d.insecure,
+                    mode=d.mode,
                 )
             case _ as never:
                 assert_never(never)

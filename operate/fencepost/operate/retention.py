@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from datetime import timedelta
 from typing import Annotated, Any, LiteralString
 
 import typer
@@ -11,6 +9,7 @@ from psycopg import Connection
 from psycopg.rows import dict_row
 
 from fencepost.operate import printing, settings
+from fencepost.operate.durations import duration
 from fencepost.operate.effects import login_name
 from fencepost.operate.findings import Finding, ok, warn
 from fencepost.schemas.connect import connect
@@ -30,8 +29,6 @@ WHERE pg_relation_size(('fencepost.outbox_' || c.child)::regclass) > 0
   AND CASE WHEN c.child = i.outbox_child THEN greatest(c.opened_at, i.created_at) + i.retention / 2
            ELSE c.closed_at + i.retention END < clock_timestamp() - interval '1 hour'
 ORDER BY c.child"""
-DURATION = re.compile(r"([0-9]{1,9})([smhd])", re.ASCII)
-UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 def retention(
@@ -46,7 +43,7 @@ def retention(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show how long events are kept and which are gone; with --set or --replay-window, change it."""
-    new = {"retention": _duration("set", events), "window": _duration("replay_window", window)}
+    new = {"retention": duration("set", events), "window": duration("replay_window", window)}
     with connect(settings.load().dsn(), autocommit=True) as conn:
         if any(v is not None for v in new.values()):
             if reason is None:
@@ -71,14 +68,3 @@ def recycling(conn: Connection[Any]) -> Finding:
             " says what it waits for",
         )
     return ok("recycling", "no partition of the outbox is overdue")
-
-
-def _duration(field: str, text: str | None) -> timedelta | None:
-    if text is None:
-        return None
-    if (found := DURATION.fullmatch(text)) is None:
-        raise InvalidInput("not a duration", field=field, hint="a number and one of s, m, h, d; example: 7d")
-    try:
-        return timedelta(**{UNITS[found[2]]: int(found[1])})
-    except OverflowError:
-        raise InvalidInput("longer than time lasts", field=field, hint="at most 3650d") from None

@@ -86,7 +86,8 @@ class DestinationSettings(_Table):
     """One broker and the routes that lead to it; address and options may hold credentials and are never shown.
 
     `on_refusal`: whether a refused event holds its key back ("block") or lets it pass. `declare`: make missing topics (with
-    the options `partitions` and `replication`) or exchanges (durable, of type topic) at the start.
+    the options `partitions` and `replication`) or exchanges (durable, of type topic) at the start. `mode`: CloudEvents in
+    headers and the payload as it is ("binary"), or everything in one JSON document ("structured").
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")
@@ -97,6 +98,7 @@ class DestinationSettings(_Table):
     insecure: bool = False
     on_refusal: Literal["block", "pass"] = "block"
     declare: bool = False
+    mode: Literal["binary", "structured"] = "binary"
 
     @model_validator(mode="before")
     @classmethod

@@ -143,6 +143,7 @@ def _append(
             "overtaken_by": [o.overtaken_by for o in overtaken],
         },
     )
+    # Crash here: [A2] recorded, and only the database knows: the slots' next owner goes on from there.
     now = time.monotonic()
     for slot, after in moved.items():
         held = lease.held[slot]

@@ -170,6 +170,7 @@ def send(
         rows, upto = _read(conn, span, at.position)
         batch = [Outgoing(_replayed(row), route) for row in rows if (route := destination.route(row.type)) is not None]
         settled = delivery.deliver(batch, patience=3 * pace.confirm)
+        # Crash here: [F] sent, and nobody was told: going on from the last number told repeats this one batch.
         at = replace(at, sent=at.sent + len(settled.confirmed), unrouted=at.unrouted + len(rows) - len(batch))
         refused = min(settled.parked, key=lambda p: p.row.seq, default=None)
         open_seqs = [item.row.seq for item in settled.unresolved] + ([] if refused is None else [refused.row.seq])

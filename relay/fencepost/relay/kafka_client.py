@@ -144,7 +144,8 @@ class Clients:
         return Client(self._configuration, self._wanted(), self.failed)
 
     def _retire(self, client: Client) -> None:
-        """Crash here: K1, a fatal client error. What was on its way is unknown and is sent again by the caller."""
+        """Gives a client up after a fatal error: what was on its way is unknown, and the caller sends it again."""
         LOGGER.error("the Kafka producer failed for good (%s) and is replaced", self.last_error)
+        # Crash here: [B5] a dead producer still holds events: the slots' next owner sends them again, same bytes.
         client.producer.purge(blocking=False)
         self._retired.append(client)

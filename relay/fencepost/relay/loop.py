@@ -199,6 +199,7 @@ class DestinationLoop:
                 self._reading = None
                 self._leaving = set()
                 # Also after an error of the broker: nobody should wait for a lease that is not used.
+                # Crash here: [D2] drained, and the slots are still ours: others take them once the lease has run out.
                 with contextlib.suppress(psycopg.Error, FencepostError):
                     self._lease.release(conn, list(self._lease.held))
                 self._lease.forget()
@@ -281,9 +282,10 @@ class DestinationLoop:
         """Gives surplus slots to others once nothing of them is under way."""
         if self._leaving and self._reading is None:
             under_way = {part.slot for flight in self._flights for part in flight.parts}
-            free = self._leaving - under_way
-            self._lease.release(conn, sorted(free))
-            self._leaving -= free
+            if free := self._leaving - under_way:
+                # Crash here: [S1] nothing of these slots is under way; others take them once our lease has run out.
+                self._lease.release(conn, sorted(free))
+                self._leaving -= free
 
     def _rows_per_slot(self) -> int:
         return max(1, min(500, self._pace.batch // max(1, len(self._lease.held))))
@@ -363,6 +365,7 @@ class DestinationLoop:
             self._record(conn, parts, Settled())
             return True
         assert self._reader is not None
+        # Crash here: [T2] a tick is taken, and nothing that ends at it was read: whoever owns the slots next reads it.
         self._reading = worker.submit(self._reader.read, wanted)
         return False
 
@@ -398,7 +401,9 @@ class DestinationLoop:
                     aside.append(parking.Parking(row, ParkReason.BEHIND))
                 else:
                     batch.append(Outgoing(row, route))
+        # Crash here: [B1] read and not sent: whoever owns the slots next reads it again.
         self._flights.append(_Flight(parts, batch, aside, self._delivery.send(batch)))
+        # Crash here: [B2] handed over, stored or not: the slots' next owner sends all of it again, same bytes.
         return True
 
     def _settle(self, conn: Connection[Any]) -> bool:
@@ -417,6 +422,7 @@ class DestinationLoop:
         batch = [item for flight in done for item in flight.batch]
         settled = self._delivery.deliver(batch, [o for found in outcomes for o in found], patience=self._patience)
         settled.parked += [p for flight in done for p in flight.aside]
+        # Crash here: [A1] confirmed and not recorded: the slots' next owner sends it again, same bytes.
         self._record(conn, [part for flight in done for part in flight.parts], settled)
         if settled.unresolved:
             self._unresolved()
@@ -443,6 +449,7 @@ class DestinationLoop:
 
     def _drain(self, conn: Connection[Any]) -> None:
         """Told to stop: what was sent is waited for and recorded, what was only read is left."""
+        # Crash here: [D1] told to stop: what was sent and not recorded is sent again, as after any other kill.
         until = time.monotonic() + self._pace.drain
         with contextlib.suppress(StaleSlot):
             while self._flights:
@@ -489,6 +496,7 @@ class DestinationLoop:
         refused |= {row.seq: (ParkReason.NO_ROUTE, "") for row, route in routed if route is None}
         known = [item for item in items if item.row.seq in settled.confirmed or item.row.seq in refused]
         for item in known:
+            # Crash here: [Q1] published and still parked: the slot's next owner sends it again, same bytes.
             generation = self._lease.generation(item.row.slot)
             if generation is None:
                 continue

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any, LiteralString, overload
+from typing import Any, LiteralString, cast, overload
 from uuid import UUID
 
-from psycopg import AsyncConnection, Connection
-from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
 from fencepost.schemas.content import binding, reference_binding
 from fencepost.schemas.envelope import validate_attributes, validate_size
-from fencepost.schemas.errors import WrongTransaction
 from fencepost.schemas.event import Event
 from fencepost.schemas.identity import uuid7
+from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async, is_async
 
 ENQUEUE: LiteralString = """
 SELECT event_id, created FROM fencepost.enqueue(
@@ -34,7 +32,7 @@ class Accepted:
 
 @overload
 def enqueue(
-    conn: Connection[Any],
+    tx: Transaction,
     event: Event,
     *,
     attributes: Mapping[str, str] | None = None,
@@ -43,7 +41,7 @@ def enqueue(
 ) -> Accepted: ...
 @overload
 def enqueue(
-    conn: AsyncConnection[Any],
+    tx: AsyncTransaction,
     event: Event,
     *,
     attributes: Mapping[str, str] | None = None,
@@ -51,7 +49,7 @@ def enqueue(
     serialize: bool = False,
 ) -> Awaitable[Accepted]: ...
 def enqueue(
-    conn: Connection[Any] | AsyncConnection[Any],
+    tx: Transaction | AsyncTransaction,
     event: Event,
     *,
     attributes: Mapping[str, str] | None = None,
@@ -60,39 +58,30 @@ def enqueue(
 ) -> Accepted | Awaitable[Accepted]:
     """Accepts an event in the caller's transaction: it commits with the domain change or not at all.
 
-    Never commits, rolls back or changes the session. With an AsyncConnection the result is awaited.
+    `tx` is a connection of psycopg, a connection or session of SQLAlchemy (or SQLModel) on psycopg, or Django's connection inside
+    `atomic()`; with one for asyncio the result is awaited. Never commits, rolls back, flushes or changes the session.
     `attributes` are CloudEvents extension attributes (strings). `reference` is an immutable name of the material content,
     where the domain has one; the digest then binds it instead of the payload. `serialize` makes writers of one ordering key take
-    turns until they commit, so that their events keep commit order without a row lock of their own.
+    turns until they commit, so that their events keep commit order without a row lock of their own; that, or `session.flush()` before
+    this call, is needed where the row lock that orders the writers is still pending in an ORM session.
 
-    Raises `WrongTransaction` on an autocommit connection outside a transaction, `OperationConflict` when the operation
+    Raises `WrongTransaction` on an autocommit connection outside a transaction and on other drivers, `OperationConflict` when the operation
     and type were accepted with another meaning (the transaction is then aborted by PostgreSQL), `InvalidInput` naming
     the field before anything is written.
     """
     parameters = _parameters(event, attributes, reference, serialize)
-    refuse_autocommit(conn)
-    if isinstance(conn, AsyncConnection):
-        return _enqueue_async(conn, parameters)
-    with conn.cursor(row_factory=tuple_row) as cursor:
+    if is_async(tx):
+        return _enqueue_async(cast(AsyncTransaction, tx), parameters)
+    with connection_of(cast(Transaction, tx)).cursor(row_factory=tuple_row) as cursor:
         row = cursor.execute(ENQUEUE, parameters).fetchone()
     return _accepted(row)
 
 
-async def _enqueue_async(conn: AsyncConnection[Any], parameters: dict[str, Any]) -> Accepted:
-    async with conn.cursor(row_factory=tuple_row) as cursor:
+async def _enqueue_async(tx: AsyncTransaction, parameters: dict[str, Any]) -> Accepted:
+    async with (await connection_of_async(tx)).cursor(row_factory=tuple_row) as cursor:
         await cursor.execute(ENQUEUE, parameters)
         row = await cursor.fetchone()
     return _accepted(row)
-
-
-def refuse_autocommit(conn: Connection[Any] | AsyncConnection[Any]) -> None:
-    """Raises `WrongTransaction` where each statement would commit by itself."""
-    if conn.autocommit and conn.info.transaction_status is not TransactionStatus.INTRANS:
-        raise WrongTransaction(
-            "the connection is in autocommit mode and no transaction is open",
-            field="autocommit",
-            hint="write `with conn.transaction():` around the domain change and this call",
-        )
 
 
 def _parameters(

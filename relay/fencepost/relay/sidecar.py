@@ -121,8 +121,9 @@ class Relay:
         for thread in threads:
             thread.start()
         try:
-            while not self._stop.wait(0.2) and any(thread.is_alive() for thread in threads):
-                pass
+            # Invariant: this thread never waits for the event, whose lock it would hold when a signal's handler sets it.
+            while not self._stop.is_set() and any(thread.is_alive() for thread in threads):
+                time.sleep(0.2)
             if self._bell is not None:
                 self._bell.wake()
             until = time.monotonic() + self._pace.drain + self._pace.confirm

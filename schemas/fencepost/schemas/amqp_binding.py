@@ -1,7 +1,8 @@
-"""CloudEvents in AMQP 0-9-1, binary mode: an envelope becomes headers ``ce-*`` and a content type.
+"""CloudEvents in AMQP 0-9-1: an envelope becomes headers ``ce-*`` and a content type, or one JSON document.
 
 Pure mapping, no broker client. The official binding speaks of AMQP 1.0 only, so writers differ: four prefixes are
-read, but never two of them in one message, since a gateway that adds its own could otherwise change an attribute.
+read, but never two of them in one message, since a gateway that adds its own could otherwise change an attribute. In
+structured mode, told by the content type, the document alone is believed, whatever headers stand beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from datetime import datetime
 from functools import lru_cache
 from uuid import UUID
 
+from fencepost.schemas import json_format
 from fencepost.schemas.content import shown_path
 from fencepost.schemas.envelope import (
     CONTENT_TYPE,
@@ -23,7 +25,7 @@ from fencepost.schemas.envelope import (
 )
 from fencepost.schemas.errors import Undecodable
 
-__all__ = ["PREFIXES", "Encoder", "decode", "encode", "encoder"]
+__all__ = ["PREFIXES", "Encoder", "decode", "encode", "encode_structured", "encoder"]
 
 PREFIXES = ("ce-", "ce_", "cloudEvents_", "cloudEvents:")
 _PREFIX = PREFIXES[0]
@@ -81,8 +83,15 @@ def encode(envelope: Envelope) -> tuple[dict[str, str], str]:
     return {_PREFIX + name: value for name, value in to_attributes(envelope).items()}, CONTENT_TYPE
 
 
+def encode_structured(envelope: Envelope) -> tuple[bytes, str]:
+    """The body of ``envelope`` in structured mode and its content type; there are no headers."""
+    return json_format.encode(envelope), json_format.STRUCTURED
+
+
 def decode(headers: Mapping[str, object] | None, content_type: str | None, body: bytes | None) -> Envelope:
-    """The envelope of a message, or Undecodable naming the attribute; headers of others are left alone."""
+    """The envelope of a message in either mode, or Undecodable naming the attribute; headers of others are left alone."""
+    if content_type is not None and json_format.is_structured(content_type):
+        return json_format.decode(body, content_type)
     attributes: dict[str, str] = {}
     seen: str | None = None
     for header, raw in (headers or {}).items():

@@ -73,9 +73,5 @@ def digest(tenant: str, operation: str, type: str, version: int, epoch: int, bin
 
 
 def _hash(*parts: str) -> Digest:
-    hashed = sha256()
-    for part in parts:
-        octets = part.encode()
-        hashed.update(len(octets).to_bytes(4, "big"))
-        hashed.update(octets)
-    return Digest(_TAG + hashed.digest())
+    octets = [part.encode() for part in parts]
+    return Digest(_TAG + sha256(b"".join([len(o).to_bytes(4, "big") + o for o in octets])).digest())

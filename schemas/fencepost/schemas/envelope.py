@@ -41,6 +41,7 @@ __all__ = [
     "EVENT_BYTES_MAX",
     "OWN_ATTRIBUTES",
     "REPLAYED",
+    "REQUIRED",
     "SPECVERSION",
     "Envelope",
     "from_attributes",
@@ -69,7 +70,8 @@ OWN_ATTRIBUTES = frozenset(
 _NAME = re.compile(r"[a-z0-9]{1,20}\Z")
 _FOREIGN_NAME = re.compile(r"[a-z0-9]{1,64}\Z")
 _FOREIGN_MAX = 64
-_REQUIRED = (
+REQUIRED = (
+    "specversion",
     "id",
     "source",
     "type",
@@ -81,7 +83,8 @@ _REQUIRED = (
     "fpepoch",
     "fpdigest",
 )
-_TAKEN = frozenset(_REQUIRED) | {"specversion", "fpbinding"}
+"""The attributes of every event; all of them are strings."""
+_TAKEN = frozenset(REQUIRED) | {"fpbinding"}
 _WIRE_TYPE = re.compile(r"(.+)\.v([1-9][0-9]{0,4})\Z")
 _SEQUENCE = re.compile(r"[0-9]{20}\Z")
 _EPOCH = re.compile(r"(?:0|[1-9][0-9]{0,18})\Z")
@@ -113,6 +116,9 @@ class Envelope:
     reference: str | None = field(default=None, repr=False)
     """The ``ref:`` binding, or None when the binding is that of the content."""
     content_type: str = CONTENT_TYPE
+    body: bytes | None = field(default=None, repr=False, compare=False)
+    """The whole message, where the payload arrived as a part of it (structured mode)."""
+    _decoded: content.JsonObject | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def replayed(self) -> bool:
@@ -122,7 +128,14 @@ class Envelope:
     @property
     def binding(self) -> str:
         """The domain's reference, else computed from the payload; raises Undecodable."""
-        return self.reference if self.reference is not None else content.binding(self.payload)
+        return self.reference if self.reference is not None else content.binding_of(self.decoded())
+
+    def decoded(self) -> content.JsonObject:
+        """The payload as `content.decode` reads it, read once; not to be changed. Raises Undecodable."""
+        if self._decoded is None:
+            object.__setattr__(self, "_decoded", content.decode(self.payload))
+        assert self._decoded is not None
+        return self._decoded
 
     @property
     def meaning(self) -> Digest:
@@ -134,6 +147,10 @@ class Envelope:
 
     def verify(self) -> Digest:
         """Recompute binding, meaning and digest; the meaning, or Undecodable ``digest_mismatch``."""
+        return self._meaning(self.check())
+
+    def check(self) -> str:
+        """Recompute binding and digest; the binding, or Undecodable ``digest_mismatch``."""
         binding = self.binding
         expected = digest_of(self.tenant, self.operation, self.type, self.version, self.epoch, binding)
         if expected != self.digest:
@@ -143,7 +160,7 @@ class Envelope:
                 field="fpdigest",
                 hint="the event was changed on its way, or its producer computes another binding",
             )
-        return self._meaning(binding)
+        return binding
 
 
 def validate_attributes(attributes: Mapping[str, str], *, limit: int = ATTRIBUTES_MAX) -> dict[str, str]:
@@ -224,11 +241,9 @@ def from_attributes(attributes: Mapping[str, str], content_type: str | None, pay
     _check_content_type(content_type)
     if not payload:
         raise Undecodable("the event has no payload", reason="empty_payload", field="data")
-    if (specversion := attributes.get("specversion")) is None:
-        raise _missing("specversion")
-    if specversion != SPECVERSION:
+    if attributes.get("specversion", SPECVERSION) != SPECVERSION:
         raise Undecodable("only CloudEvents 1.0 is read", reason="unsupported_specversion", field="specversion")
-    for name in _REQUIRED:
+    for name in REQUIRED:
         if name not in attributes:
             raise _missing(name)
     try:
@@ -247,16 +262,15 @@ def _envelope(attributes: Mapping[str, str], payload: bytes) -> Envelope:
         extra[name] = _value(attributes[name], name, empty=True)
     if len(extra) > _FOREIGN_MAX:
         raise InvalidInput(f"more than {_FOREIGN_MAX} attributes", field="attributes")
-    if (wire := _WIRE_TYPE.match(attributes["type"])) is None:
-        raise InvalidInput("type does not end in .v and a version", field="type")
+    name, version = _name_and_version(attributes["type"])
     if (reference := attributes.get("fpbinding")) is not None and not reference.startswith("ref:"):
         raise InvalidInput("fpbinding carries references only", field="fpbinding")
     return Envelope(
         id=UUID(_matching(_UUID, attributes, "id")),
-        source=as_source(attributes["source"]),
-        type=as_type(wire.group(1)),
-        version=as_version(int(wire.group(2)), "type"),
-        tenant=as_tenant(attributes["fptenant"], "fptenant"),
+        source=_source(attributes["source"]),
+        type=name,
+        version=version,
+        tenant=_tenant(attributes["fptenant"]),
         operation=as_operation(attributes["fpoperation"], "fpoperation"),
         ordering_key=as_ordering_key(attributes["partitionkey"], "partitionkey"),
         epoch=_number(_EPOCH, attributes, "fpepoch"),
@@ -269,6 +283,24 @@ def _envelope(attributes: Mapping[str, str], payload: bytes) -> Envelope:
     )
 
 
+# The same few values come with every event of a stream; what is refused is not kept.
+@lru_cache(maxsize=1024)
+def _name_and_version(wire: str) -> tuple[str, int]:
+    if (found := _WIRE_TYPE.match(wire)) is None:
+        raise InvalidInput("type does not end in .v and a version", field="type")
+    return as_type(found.group(1)), as_version(int(found.group(2)), "type")
+
+
+@lru_cache(maxsize=1024)
+def _source(text: str) -> str:
+    return as_source(text)
+
+
+@lru_cache(maxsize=1024)
+def _tenant(text: str) -> str:
+    return as_tenant(text, "fptenant")
+
+
 def _missing(name: str) -> Undecodable:
     return Undecodable(f"the attribute {name} is missing", reason="missing_attribute", field=name)
 
@@ -279,10 +311,10 @@ def _check_content_type(content_type: str | None) -> None:
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type.startswith("application/cloudevents"):
         raise Undecodable(
-            "the event is in structured mode",
+            "the event is in a batch, or in another format than JSON",
             reason="structured_mode_unsupported",
             field="datacontenttype",
-            hint="send it in binary mode",
+            hint="send it in binary mode, or as application/cloudevents+json",
         )
     if media_type != CONTENT_TYPE:
         raise Undecodable(f"only {CONTENT_TYPE} is read", reason="unsupported_content_type", field="datacontenttype")

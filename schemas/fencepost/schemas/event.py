@@ -20,11 +20,12 @@ from uuid import UUID
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from fencepost.schemas import content
+from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import ConfigError, InvalidInput, Undecodable
 from fencepost.schemas.identity import as_operation, as_ordering_key, as_tenant, as_type, as_version
 from fencepost.schemas.jsonable import jsonable
 
-__all__ = ["Arrival", "Event", "Private", "PrivateMark", "Registry", "registry"]
+__all__ = ["ENVELOPE_FIELDS", "Arrival", "Event", "Private", "PrivateMark", "Registry", "registry", "unknown_version"]
 
 _T = TypeVar("_T")
 
@@ -94,10 +95,10 @@ class Event(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, *, type: str | None = None, version: int | None = None, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        fields = frozenset(cls.model_fields) - _ENVELOPE_FIELDS
+        fields = frozenset(cls.model_fields) - ENVELOPE_FIELDS
         for name in fields:
             _check_field(cls, name)
-        for name in _ENVELOPE_FIELDS:
+        for name in ENVELOPE_FIELDS:
             if cls.model_fields[name].annotation is not str or cls.model_fields[name].metadata:
                 raise ConfigError(f"{cls.__name__}.{name} belongs to the envelope", field=name, hint="rename the field")
         cls._content = fields
@@ -136,6 +137,11 @@ class Event(BaseModel):
         found: UUID | None = getattr(self, "_arrived_as", None)
         return found
 
+    @classmethod
+    def private_members(cls) -> frozenset[str]:
+        """The names of the fields that are marked private."""
+        return cls._private
+
     def payload(self, *, limit: int = content.PAYLOAD_BYTES_MAX) -> bytes:
         """The content as compact UTF-8 JSON of the restricted profile: equal events give equal bytes.
 
@@ -146,7 +152,7 @@ class Event(BaseModel):
             raise ConfigError(
                 f"{type(self).__name__} is a base class", field="type", hint="give type= and version= to a subclass"
             )
-        dumped = self.model_dump(exclude=set(_ENVELOPE_FIELDS), exclude_none=True, warnings=False)
+        dumped = self.model_dump(exclude=set(ENVELOPE_FIELDS), exclude_none=True, warnings=False)
         value: content.JsonObject = {}
         hidden: content.JsonObject = {}
         for name, item in dumped.items():
@@ -164,12 +170,8 @@ class Event(BaseModel):
         if envelope.type != cls.event_type:
             raise Undecodable(f"this is not a {cls.event_type}", reason="unknown_type", field="type")
         if envelope.version != cls.event_version:
-            raise Undecodable(
-                f"version {envelope.version} of {cls.event_type} is not known",
-                reason="unknown_version",
-                field="version",
-            )
-        value = content.decode(envelope.payload)
+            raise unknown_version(envelope.type, envelope.version, cls.event_version)
+        value = envelope.decoded() if isinstance(envelope, Envelope) else content.decode(envelope.payload)
         hidden = value.get(content.PRIVATE_MEMBER, {})
         if not isinstance(hidden, dict):
             raise Undecodable(
@@ -199,8 +201,11 @@ class Event(BaseModel):
                 yield name, value
 
 
-_ENVELOPE_FIELDS = frozenset({"tenant", "operation", "ordering_key"})
-_OWN_NAMES = frozenset({"payload", "parse", "event_id", "event_type", "event_version", content.PRIVATE_MEMBER})
+ENVELOPE_FIELDS = frozenset({"tenant", "operation", "ordering_key"})
+"""Arguments of the constructor that travel in the envelope, not in the content."""
+_OWN_NAMES = frozenset(
+    {"payload", "parse", "event_id", "event_type", "event_version", "private_members", content.PRIVATE_MEMBER}
+)
 
 
 class Registry:
@@ -227,11 +232,11 @@ class Registry:
         return tuple(sorted(version for name, version in self._classes if name == type))
 
     def find(self, type: str, version: int) -> type[Event]:
-        """The class of a type and version, or Undecodable: unknown_type or unknown_version."""
+        """The class of a type and version, or Undecodable: unknown_type, newer_version or unknown_version."""
         if (cls := self._classes.get((type, version))) is not None:
             return cls
-        if self.versions(type):
-            raise Undecodable(f"version {version} of {type} is not known", reason="unknown_version", field="version")
+        if known := self.versions(type):
+            raise unknown_version(type, version, known[-1])
         raise Undecodable("no event of this type is declared", reason="unknown_type", field="type")
 
     def parse(self, envelope: Arrival) -> Event:
@@ -247,6 +252,15 @@ class Registry:
 
 registry = Registry()
 """Every event declared in this process."""
+
+
+def unknown_version(type: str, version: int, newest: int) -> Undecodable:
+    """What to raise for a version that is not known where ``newest`` is: newer_version, or unknown_version."""
+    return Undecodable(
+        f"version {version} of {type} is not known",
+        reason="newer_version" if version > newest else "unknown_version",
+        field="version",
+    )
 
 
 def _check_field(cls: type[Event], name: str) -> None:

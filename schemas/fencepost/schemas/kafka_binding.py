@@ -1,6 +1,7 @@
-"""CloudEvents in Kafka, binary mode: an envelope becomes headers ``ce_*``, a key and the unchanged payload.
+"""CloudEvents in Kafka: an envelope becomes headers ``ce_*``, a key and the unchanged payload, or one JSON document.
 
-Pure mapping, no broker client. The key is the JSON array [tenant, ordering key], so that compaction can never
+Pure mapping, no broker client. What is read tells its mode by the content type; in structured mode the document alone
+is believed, whatever headers stand beside it. The key is the JSON array [tenant, ordering key], so that compaction can never
 merge two tenants; the value is never empty, so that no event can become a tombstone.
 """
 
@@ -14,13 +15,17 @@ from json.encoder import encode_basestring as _quoted
 from typing import Protocol
 from uuid import UUID
 
+from fencepost.schemas import json_format
 from fencepost.schemas.content import shown_path
 from fencepost.schemas.envelope import CONTENT_TYPE, SPECVERSION, Envelope, from_attributes, instant, wire_type
 from fencepost.schemas.errors import Undecodable
 
-__all__ = ["Encoder", "Header", "decode", "encode", "encoder", "key"]
+__all__ = ["STRUCTURED_HEADERS", "Encoder", "Header", "decode", "encode", "encode_structured", "encoder", "key"]
 
 Header = tuple[str, bytes]
+
+STRUCTURED_HEADERS: tuple[Header, ...] = (("content-type", json_format.STRUCTURED.encode()),)
+"""The headers of every message in structured mode."""
 
 _PREFIX = "ce_"
 _CONTENT_TYPE = "content-type"
@@ -66,18 +71,19 @@ def encoder(source: str) -> Encoder:
         attributes: Mapping[str, str] | None = None,
         reference: str | None = None,
     ) -> list[Header]:
+        of_type, of_tenant, of_epoch = _recurring(type, version, tenant, epoch)
         found = [
             first,
             second,
             third,
             ("ce_id", str(id).encode()),
-            _type(type, version),
+            of_type,
             ("ce_time", instant(time).encode()),
             ("ce_partitionkey", ordering_key.encode()),
             ("ce_sequence", b"%020d" % sequence),
-            _tenant(tenant),
+            of_tenant,
             ("ce_fpoperation", operation.encode()),
-            _epoch(epoch),
+            of_epoch,
             ("ce_fpdigest", b"sha256-v1:" + hexlify(digest[1:])),
         ]
         if reference is not None:
@@ -107,6 +113,11 @@ def encode(envelope: Envelope) -> list[Header]:
     )
 
 
+def encode_structured(envelope: Envelope) -> tuple[list[Header], bytes]:
+    """Headers and value of ``envelope`` in structured mode; the key is the same ``key(...)``."""
+    return list(STRUCTURED_HEADERS), json_format.encode(envelope)
+
+
 def key(tenant: str, ordering_key: str) -> bytes:
     """The canonical JSON array [tenant, ordering key]: equal for equal pairs, and for no others."""
     return f"[{_quoted(tenant)},{_quoted(ordering_key)}]".encode()
@@ -115,26 +126,42 @@ def key(tenant: str, ordering_key: str) -> bytes:
 def decode(
     headers: Iterable[tuple[str, str | bytes | None]] | None, key: bytes | None, value: bytes | None
 ) -> Envelope:
-    """The envelope of a message, or Undecodable naming the attribute; headers of others are left alone.
+    """The envelope of a message in either mode, or Undecodable naming the attribute; headers of others are left alone.
 
-    A present key must be the one this envelope gets; a message without a key is accepted.
+    A present key must be the one this envelope gets, or the bare ordering key, as the mapping of CloudEvents has it; a
+    message without a key is accepted.
     """
-    attributes: dict[str, str] = {}
+    found = list(headers or ())
     content_type: str | None = None
-    for header, raw in headers or ():
+    for header, raw in found:
+        if len(header) == 12 and header.lower() == _CONTENT_TYPE:
+            if content_type is not None:
+                raise _duplicate("datacontenttype")
+            content_type = _text(raw, "datacontenttype")
+    if content_type is not None and json_format.is_structured(content_type):
+        envelope = json_format.decode(value, content_type)
+    else:
+        attributes = _attributes(found)
+        if content_type is not None and attributes.get("datacontenttype") == content_type:
+            del attributes["datacontenttype"]  # some writers say it twice
+        envelope = from_attributes(attributes, content_type, value)
+    if key is not None and key not in (_key(envelope.tenant, envelope.ordering_key), envelope.ordering_key.encode()):
+        raise Undecodable("the key is not [tenant, ordering key]", reason="wrong_key", field="key")
+    return envelope
+
+
+def _attributes(headers: Iterable[tuple[str, str | bytes | None]]) -> dict[str, str]:
+    attributes: dict[str, str] = {}
+    for header, raw in headers:
         if header.startswith(_PREFIX):
             name = header[len(_PREFIX) :]
             if name in attributes:
                 raise _duplicate(name)
-            attributes[name] = _text(raw, name)
-        elif header.lower() == _CONTENT_TYPE:
-            if content_type is not None:
-                raise _duplicate("datacontenttype")
-            content_type = _text(raw, "datacontenttype")
-    envelope = from_attributes(attributes, content_type, value)
-    if key is not None and key != _key(envelope.tenant, envelope.ordering_key):
-        raise Undecodable("the key is not [tenant, ordering key]", reason="wrong_key", field="key")
-    return envelope
+            try:
+                attributes[name] = raw.decode() if type(raw) is bytes else _text(raw, name)
+            except UnicodeDecodeError:
+                raise _not_utf8(name) from None
+    return attributes
 
 
 def _duplicate(name: str) -> Undecodable:
@@ -149,22 +176,21 @@ def _text(raw: str | bytes | None, name: str) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise Undecodable("a header is not UTF-8", reason="invalid_attribute", field=shown_path((name,))) from None
+        raise _not_utf8(name) from None
+
+
+def _not_utf8(name: str) -> Undecodable:
+    return Undecodable("a header is not UTF-8", reason="invalid_attribute", field=shown_path((name,)))
 
 
 @lru_cache(maxsize=1024)
-def _type(type: str, version: int) -> Header:
-    return "ce_type", wire_type(type, version).encode()
-
-
-@lru_cache(maxsize=1024)
-def _tenant(tenant: str) -> Header:
-    return "ce_fptenant", tenant.encode()
-
-
-@lru_cache(maxsize=1024)
-def _epoch(epoch: int) -> Header:
-    return "ce_fpepoch", b"%d" % epoch
+def _recurring(type: str, version: int, tenant: str, epoch: int) -> tuple[Header, Header, Header]:
+    """What many events have in common."""
+    return (
+        ("ce_type", wire_type(type, version).encode()),
+        ("ce_fptenant", tenant.encode()),
+        ("ce_fpepoch", b"%d" % epoch),
+    )
 
 
 _encoder: Callable[[str], Encoder] = lru_cache(maxsize=16)(encoder)

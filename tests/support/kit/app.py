@@ -4,6 +4,8 @@ from typing import Any
 
 import psycopg
 from psycopg import AsyncConnection, Connection
+from sqlalchemy import text
+from sqlalchemy.orm import Session
 
 from fencepost.consumer import handoff
 from fencepost.consumer.inbox import inbox
@@ -45,6 +47,12 @@ def on_accepted(tx: Connection[Any], event: Accepted) -> None:
 async def on_accepted_async(tx: AsyncConnection[Any], event: Accepted) -> None:
     """Counts."""
     await tx.execute("INSERT INTO handled (consumer, operation) VALUES ('async', %s)", (event.operation,))
+
+
+@inbox(consumer="session")
+def on_accepted_by_session(tx: Session, event: Accepted) -> None:
+    """Counts, in a session of SQLAlchemy."""
+    tx.execute(text("INSERT INTO handled (consumer, operation) VALUES ('session', :op)"), {"op": event.operation})
 
 
 @inbox(consumer="broken")

@@ -5,6 +5,9 @@ from datetime import timedelta
 
 import psycopg
 import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import NullPool
 
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Outcome
@@ -34,6 +37,7 @@ from support.kit.app import (
     handled,
     on_accepted,
     on_accepted_async,
+    on_accepted_by_session,
     worker,
 )
 
@@ -60,6 +64,26 @@ def test_an_event_is_seen_inside_the_open_transaction_and_gone_after_its_rollbac
         assert_enqueued(conn, Withdrawn, times=0)
         conn.rollback()
         assert_enqueued(conn, Accepted, times=0)
+
+
+def test_a_session_of_sqlalchemy_is_looked_into_alike(
+    fencepost_database: Database, fencepost_broker: MemoryBroker
+) -> None:
+    def connected() -> psycopg.Connection[tuple[object, ...]]:
+        return psycopg.connect(fencepost_database.dsn)
+
+    engine = create_engine("postgresql+psycopg://", creator=connected, poolclass=NullPool)
+    with Session(engine) as session, session.begin():
+        outbox.enqueue(session, Accepted(tenant="acme", operation="op-1", n=1))
+        assert_enqueued(session, Accepted, n=1)
+        assert_submitted(session, "kit.report", times=0)
+    fencepost_broker.relay()
+    with crash("before commit"):
+        fencepost_broker.deliver(on_accepted_by_session, database=sessionmaker(engine))
+    assert handled(fencepost_database.dsn, "session") == []
+    (done,) = fencepost_broker.deliver(on_accepted_by_session, database=sessionmaker(engine))
+    assert done.outcome is Outcome.HANDLED
+    assert handled(fencepost_database.dsn, "session") == ["op-1"]
 
 
 def test_the_async_forms_see_the_same(fencepost_database: Database) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, LiteralString, TypeVar
+from typing import Any, LiteralString, TypeVar, cast
 from uuid import UUID
 
 from psycopg import AsyncConnection, Connection
@@ -17,6 +17,7 @@ from fencepost.schemas import content
 from fencepost.schemas.errors import InvalidInput, Undecodable
 from fencepost.schemas.event import Event
 from fencepost.schemas.identity import as_class
+from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async
 
 __all__ = ["Submitted", "assert_enqueued", "assert_enqueued_async", "assert_submitted", "assert_submitted_async"]
 
@@ -62,33 +63,33 @@ class Submitted:
         return content.decode(self.args)
 
 
-def assert_enqueued(conn: Connection[Any], event: type[E], /, *, times: int = 1, **fields: object) -> list[E]:
+def assert_enqueued(tx: Transaction, event: type[E], /, *, times: int = 1, **fields: object) -> list[E]:
     """Exactly ``times`` events of this type and version with these fields are in the outbox; returns them in order.
 
-    ``fields`` are compared with the event's own, tenant, operation and ordering_key among them. Sees what the caller's
+    ``tx`` is whatever `enqueue` takes. ``fields`` are compared with the event's own, tenant, operation and ordering_key among them. Sees what the caller's
     open transaction has enqueued, and events that were published and not yet recycled. Raises AssertionError, or
     InvalidInput for a field that the event does not have.
     """
     __tracebackhide__ = True
     _require_fields(event, fields)
-    with conn.cursor(row_factory=tuple_row) as cursor:
+    with _behind(tx).cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(EVENTS, _wanted(event)).fetchall()
     return _enqueued(rows, event, times, fields)
 
 
 async def assert_enqueued_async(
-    conn: AsyncConnection[Any], event: type[E], /, *, times: int = 1, **fields: object
+    tx: AsyncTransaction, event: type[E], /, *, times: int = 1, **fields: object
 ) -> list[E]:
     """As `assert_enqueued`, for asyncio."""
     __tracebackhide__ = True
     _require_fields(event, fields)
-    async with conn.cursor(row_factory=tuple_row) as cursor:
+    async with (await _behind_async(tx)).cursor(row_factory=tuple_row) as cursor:
         rows = await (await cursor.execute(EVENTS, _wanted(event))).fetchall()
     return _enqueued(rows, event, times, fields)
 
 
 def assert_submitted(
-    conn: Connection[Any],
+    tx: Transaction,
     job_class: str,
     /,
     *,
@@ -103,13 +104,13 @@ def assert_submitted(
     transaction has submitted. Raises AssertionError.
     """
     __tracebackhide__ = True
-    with conn.cursor(row_factory=tuple_row) as cursor:
+    with _behind(tx).cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(JOBS, {"class": as_class(job_class)}).fetchall()
     return _submitted(rows, job_class, times, tenant, operation, args)
 
 
 async def assert_submitted_async(
-    conn: AsyncConnection[Any],
+    tx: AsyncTransaction,
     job_class: str,
     /,
     *,
@@ -120,9 +121,18 @@ async def assert_submitted_async(
 ) -> list[Submitted]:
     """As `assert_submitted`, for asyncio."""
     __tracebackhide__ = True
-    async with conn.cursor(row_factory=tuple_row) as cursor:
+    async with (await _behind_async(tx)).cursor(row_factory=tuple_row) as cursor:
         rows = await (await cursor.execute(JOBS, {"class": as_class(job_class)})).fetchall()
     return _submitted(rows, job_class, times, tenant, operation, args)
+
+
+def _behind(tx: Transaction) -> Connection[Any]:
+    """psycopg's connection behind what the caller has; to look needs no open transaction."""
+    return cast(Connection[Any], tx) if isinstance(tx, Connection) else connection_of(tx)
+
+
+async def _behind_async(tx: AsyncTransaction) -> AsyncConnection[Any]:
+    return cast(AsyncConnection[Any], tx) if isinstance(tx, AsyncConnection) else await connection_of_async(tx)
 
 
 def _wanted(event: type[Event]) -> dict[str, object]:

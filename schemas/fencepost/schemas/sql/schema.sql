@@ -266,7 +266,8 @@ CREATE TABLE fencepost.dead_letter (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     consumer        text NOT NULL,
     coordinates     text NOT NULL,
-    reason          text NOT NULL CHECK (reason IN ('conflict', 'delivery_changed', 'undecodable', 'handler_failed')),
+    reason          text NOT NULL CHECK (reason IN (
+        'conflict', 'delivery_changed', 'undecodable', 'unknown_type', 'newer_version', 'handler_failed')),
     field           text,
     detail          text NOT NULL DEFAULT '',
     tenant          text,
@@ -287,7 +288,7 @@ COMMENT ON COLUMN fencepost.dead_letter.content IS
   'sha256 over headers and payload: coordinates that a sender reuses never hide one content behind another.';
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', 'dbec0abc3270d3223f607048c7b7b8629e76ec82171f5c780cfad1201e5254cc');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', 'd33a300e1d1f72c3852fcd8c9ec0a68e0a980c23afa368e5834c33b1fde07cc8');
 
 -- 0004_jobs.sql
 -- Scheduling, publication and effects. Three axes that are never one status: execution, effect, authority.
@@ -537,6 +538,61 @@ CREATE SEQUENCE fencepost.doorbell MINVALUE 0 START WITH 0;
 
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0008_doorbell.sql', '48a885bd556cd6342074048ff97ad47950aecddf25a1b4e0758ef834caadb545');
+
+-- 0009_inbox_retention.sql
+-- Inbox: how long each consumer remembers, up to where it has forgotten, and dead letters that an operator gives back.
+
+-- replay_window null: nothing is forgotten, which is also what a consumer without a row does.
+-- Invariant: the horizon never moves back, and nothing whose event is as young as it was ever forgotten.
+CREATE TABLE fencepost.consumer (
+    consumer      text PRIMARY KEY,
+    replay_window interval CHECK (replay_window > '0'),
+    horizon       timestamptz NOT NULL DEFAULT '-infinity',
+    changed_at    timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON COLUMN fencepost.consumer.horizon IS
+  'In the time that events carry: the only one that every copy of an event has in common, whenever and wherever it arrives.';
+
+-- Types of irreversible operations: their reservations are never purged. horizon: up to where they may have been, before that.
+CREATE TABLE fencepost.consumer_forever (
+    consumer text NOT NULL REFERENCES fencepost.consumer,
+    type     text NOT NULL,
+    horizon  timestamptz NOT NULL,
+    PRIMARY KEY (consumer, type)
+);
+
+-- How long the broker keeps what this consumer reads, as the broker said at the last start; -1 for ever.
+CREATE TABLE fencepost.consumer_topic (
+    consumer     text NOT NULL,
+    topic        text NOT NULL,
+    retention_ms bigint NOT NULL CHECK (retention_ms >= -1),
+    noted_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, topic)
+);
+
+CREATE INDEX reservation_event_time ON fencepost.reservation (consumer, event_time);
+CREATE INDEX delivery_first_at ON fencepost.delivery (consumer, first_at);
+
+ALTER TABLE fencepost.dead_letter DROP CONSTRAINT dead_letter_reason_check;
+ALTER TABLE fencepost.dead_letter ADD CONSTRAINT dead_letter_reason_check CHECK (reason IN (
+    'conflict', 'delivery_changed', 'undecodable', 'unknown_type', 'newer_version', 'handler_failed', 'before_horizon', 'old_epoch'));
+-- last_at: of several letters of one delivery, the youngest says what it is now. due_at: when the consumer takes it again.
+ALTER TABLE fencepost.dead_letter
+    ADD COLUMN last_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ADD COLUMN due_at timestamptz,
+    ADD COLUMN takes integer NOT NULL DEFAULT 0,
+    ADD COLUMN unhandled boolean NOT NULL DEFAULT false;
+COMMENT ON COLUMN fencepost.dead_letter.unhandled IS
+  'An operator has said that this event was not handled before its history was purged: it may be handled, although it is old.';
+CREATE INDEX dead_letter_due ON fencepost.dead_letter (consumer, due_at) WHERE due_at IS NOT NULL;
+
+ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
+ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
+    'reconcile', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination',
+    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention'));
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', '0c16922e92400baf4da60d003e9d028a989b4a456e7ac284c863347a36ec87c6');
 
 SET check_function_bodies = off;
 
@@ -1072,7 +1128,9 @@ RETURNS void LANGUAGE sql AS $$
     VALUES (p_consumer, p_coordinates, p_reason, p_field, p_detail, p_tenant, p_operation, p_type, p_version,
         p_event_id, p_stored_meaning, p_arrived_meaning, p_attempts, p_headers, p_payload,
         sha256(convert_to(p_headers::text, 'UTF8') || p_payload))
-    ON CONFLICT (consumer, coordinates, reason, content) DO UPDATE SET attempts = d.attempts + excluded.attempts
+    ON CONFLICT (consumer, coordinates, reason, content) DO UPDATE
+    SET attempts = d.attempts + excluded.attempts, field = excluded.field, detail = excluded.detail,
+        stored_meaning = excluded.stored_meaning, arrived_meaning = excluded.arrived_meaning, last_at = clock_timestamp()
 $$;
 
 -- Refuses coordinates that name nothing, or more than an index can hold.
@@ -1085,32 +1143,151 @@ BEGIN
     END IF;
 END $$;
 
--- Keeps a delivery that cannot be handled: undecodable, or failed by its handler too often. Once per delivery, reason and
--- content; again is counted.
+-- Keeps a delivery that cannot be handled: unreadable, of a type or version that nobody here knows, or failed by its handler
+-- too often. Once per delivery, reason and content; again is counted. p_meaning: what it means, where that could be read.
 CREATE OR REPLACE FUNCTION fencepost.dead_letter(
     p_consumer text, p_coordinates text, p_reason text, p_field text, p_detail text, p_tenant text, p_operation text,
-    p_type text, p_version integer, p_event_id uuid, p_attempts integer, p_headers jsonb, p_payload bytea)
+    p_type text, p_version integer, p_event_id uuid, p_attempts integer, p_headers jsonb, p_payload bytea,
+    p_meaning bytea DEFAULT NULL)
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     PERFORM fencepost._require_identity('consumer', p_consumer);
-    IF p_reason IS NULL OR p_reason NOT IN ('undecodable', 'handler_failed') THEN
-        PERFORM fencepost._refuse('ZF003', 'reason is neither undecodable nor handler_failed', 'reason', NULL);
+    IF p_reason IS NULL OR p_reason NOT IN ('undecodable', 'unknown_type', 'newer_version', 'handler_failed') THEN
+        PERFORM fencepost._refuse('ZF003', 'reason is not undecodable, unknown_type, newer_version or handler_failed', 'reason', NULL);
     END IF;
     PERFORM fencepost._require_coordinates(p_coordinates);
     IF p_headers IS NULL OR p_payload IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'give what arrived, empty if there was nothing');
+    ELSIF octet_length(p_meaning) <> 33 THEN
+        PERFORM fencepost._refuse('ZF003', 'meaning is not 33 bytes long', 'meaning', 'a tag and a sha256, or null');
     END IF;
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._dead_letter(p_consumer, p_coordinates, p_reason, p_field, coalesce(p_detail, ''), p_tenant, p_operation, p_type,
-        p_version, p_event_id, NULL, NULL, greatest(p_attempts, 1), p_headers, p_payload);
+        p_version, p_event_id, NULL, p_meaning, greatest(p_attempts, 1), p_headers, p_payload);
+END $$;
+
+
+-- inbox/dead_letters.sql
+-- Dead letters as they may be looked at: everything but headers and payload.
+CREATE OR REPLACE VIEW fencepost.dead_letters AS
+    SELECT d.id, d.consumer, d.reason, d.field, d.detail, d.tenant, d.operation, d.type, d.version, d.event_id, d.attempts,
+           d.coordinates, 'sha256-v1:' || encode(substr(d.stored_meaning, 2), 'hex') AS stored_meaning,
+           'sha256-v1:' || encode(substr(d.arrived_meaning, 2), 'hex') AS arrived_meaning,
+           'sha256:' || encode(d.content, 'hex') AS content, octet_length(d.payload) AS bytes, d.created_at, d.last_at,
+           d.due_at, d.takes, d.unhandled
+    FROM fencepost.dead_letter AS d;
+
+
+-- inbox/discard_dead_letter.sql
+-- Gives a dead letter up, on an operator's word, which is kept for ever with both what and where it was.
+CREATE OR REPLACE FUNCTION fencepost.discard_dead_letter(p_id bigint, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_letter fencepost.dead_letter;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    v_letter := fencepost._lock_dead_letter(p_id);
+    DELETE FROM fencepost.dead_letter AS d WHERE d.id = p_id;
+    PERFORM fencepost._decide_dead_letter('discard_dead_letter', v_letter, p_actor, p_reason, 'discarded');
+END $$;
+
+-- The content of a dead letter; who read it, and why, is kept.
+CREATE OR REPLACE FUNCTION fencepost.read_dead_letter(
+    p_id bigint, p_actor text, p_reason text, OUT headers jsonb, OUT payload bytea)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_letter fencepost.dead_letter;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    SELECT d.* INTO v_letter FROM fencepost.dead_letter AS d WHERE d.id = p_id;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such dead letter', 'id', 'see: fencepost deadletters list');
+    END IF;
+    PERFORM fencepost._decide_dead_letter('read_dead_letter', v_letter, p_actor, p_reason, 'read');
+    headers := v_letter.headers;
+    payload := v_letter.payload;
+END $$;
+
+
+-- inbox/purge.sql
+-- Forgetting. First the horizon is advanced and committed: from then on an older event is refused where nothing is known of it.
+-- Only then are rows deleted, and a grace period behind it, so that copies which are a little late are still recognised.
+
+-- Advances the horizon of a consumer to where its replay window begins now; null where it remembers for ever.
+-- Waits at most two seconds for whoever changes the consumer's retention.
+CREATE OR REPLACE FUNCTION fencepost.advance_horizon(p_consumer text)
+RETURNS timestamptz LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '2s' AS $$
+DECLARE
+    v_horizon timestamptz;
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    UPDATE fencepost.consumer AS c SET horizon = greatest(c.horizon, clock_timestamp() - c.replay_window)
+    WHERE c.consumer = p_consumer AND c.replay_window IS NOT NULL RETURNING c.horizon INTO v_horizon;
+    RETURN v_horizon;
+END $$;
+
+-- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`; returns how
+-- many it looked at, how many it deleted and where to go on. Kept: types that are remembered for ever, and what was reserved
+-- within the window by our own clock, since the clock of a sender may be behind.
+-- Dead rows of earlier calls lie below `p_after` and are not walked over again, whatever snapshot is pinned.
+CREATE OR REPLACE FUNCTION fencepost.purge_reservations(
+    p_consumer text, p_after timestamptz, p_batch integer, p_grace interval DEFAULT '1 hour',
+    OUT looked integer, OUT purged integer, OUT after timestamptz)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
+DECLARE
+    v_consumer fencepost.consumer;
+BEGIN
+    PERFORM fencepost._enter();
+    SELECT c.* INTO v_consumer FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
+    -- Invariant: the types are read after the horizon, so that one which was declared before it was advanced is seen.
+    WITH looked AS (
+        SELECT r.ctid AS place, r.event_time,
+               r.reserved_at >= clock_timestamp() - v_consumer.replay_window - p_grace
+               OR EXISTS (SELECT FROM fencepost.consumer_forever AS f WHERE f.consumer = r.consumer AND f.type = r.type) AS is_kept
+        FROM fencepost.reservation AS r
+        WHERE r.consumer = p_consumer AND r.event_time > p_after AND r.event_time < v_consumer.horizon - p_grace
+          AND v_consumer.replay_window IS NOT NULL
+        ORDER BY r.event_time FETCH FIRST (p_batch) ROWS WITH TIES),
+    gone AS (
+        DELETE FROM fencepost.reservation AS r
+        WHERE r.ctid = ANY (ARRAY(SELECT l.place FROM looked AS l WHERE NOT l.is_kept)) RETURNING 1)
+    SELECT (SELECT count(*) FROM looked), (SELECT count(*) FROM gone), coalesce((SELECT max(l.event_time) FROM looked AS l), p_after)
+    INTO looked, purged, after;
+END $$;
+
+-- The same for deliveries, by the time of their arrival: a copy of one that is gone is still told by its operation.
+CREATE OR REPLACE FUNCTION fencepost.purge_deliveries(
+    p_consumer text, p_after timestamptz, p_batch integer, p_grace interval DEFAULT '1 hour',
+    OUT looked integer, OUT purged integer, OUT after timestamptz)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
+DECLARE
+    v_before timestamptz;
+BEGIN
+    PERFORM fencepost._enter();
+    SELECT clock_timestamp() - c.replay_window - p_grace INTO v_before FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
+    WITH looked AS (
+        SELECT d.ctid AS place, d.first_at, d.last_at >= v_before AS is_kept
+        FROM fencepost.delivery AS d
+        WHERE d.consumer = p_consumer AND d.first_at > p_after AND d.first_at < v_before
+        ORDER BY d.first_at FETCH FIRST (p_batch) ROWS WITH TIES),
+    gone AS (
+        DELETE FROM fencepost.delivery AS d
+        WHERE d.ctid = ANY (ARRAY(SELECT l.place FROM looked AS l WHERE NOT l.is_kept)) RETURNING 1)
+    SELECT (SELECT count(*) FROM looked), (SELECT count(*) FROM gone), coalesce((SELECT max(l.first_at) FROM looked AS l), p_after)
+    INTO looked, purged, after;
 END $$;
 
 
 -- inbox/reserve.sql
 -- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
 -- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
--- both meanings, not handled). Concurrent copies wait for the first transaction; bound it with lock_timeout.
+-- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
+-- dead letter, not handled). Concurrent copies wait for the first transaction; bound it with lock_timeout.
 CREATE OR REPLACE FUNCTION fencepost.reserve(
     p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
     p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
@@ -1120,6 +1297,7 @@ DECLARE
     v_meaning bytea;
     v_delivery record;
     v_reserved record;
+    v_horizon timestamptz;
 BEGIN
     PERFORM fencepost._require_identity('tenant', p_tenant);
     PERFORM fencepost._require_identity('consumer', p_consumer);
@@ -1163,7 +1341,26 @@ BEGIN
     VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
     ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
     IF FOUND THEN
+        -- Invariant: inserted first, the horizon read by a later statement. Whatever purge hid an older reservation from the
+        -- insertion has committed, and its horizon before it, so this statement sees it.
+        IF current_setting('transaction_isolation') <> 'read committed' THEN
+            -- This snapshot may be older than that: raises 40001 if the row came, or was changed, after it.
+            INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+        END IF;
+        SELECT coalesce(f.horizon, c.horizon) INTO v_horizon
+        FROM fencepost.consumer AS c LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = c.consumer AND f.type = p_type
+        WHERE c.consumer = p_consumer;
         outcome := 'reserved';
+        IF p_event_time < v_horizon AND NOT EXISTS (
+            SELECT FROM fencepost.dead_letter AS d
+            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrived_meaning = v_meaning AND d.unhandled) THEN
+            outcome := 'before_horizon';
+            DELETE FROM fencepost.reservation AS r
+            WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+            PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
+                'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
+                p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
+        END IF;
         RETURN;
     END IF;
     SELECT r.meaning, r.epoch INTO v_reserved FROM fencepost.reservation AS r
@@ -1179,6 +1376,182 @@ BEGIN
             'the operation was already handled with another meaning', p_tenant, p_operation, p_type, p_version,
             p_event_id, v_reserved.meaning, v_meaning, 1, p_headers, p_payload);
     END IF;
+END $$;
+
+
+-- inbox/retention.sql
+-- How long a consumer remembers. Nothing declared is for ever.
+
+-- Notes how long the broker keeps what a consumer reads, in milliseconds by topic; -1 for ever.
+CREATE OR REPLACE FUNCTION fencepost.note_topics(p_consumer text, p_topics jsonb)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    INSERT INTO fencepost.consumer_topic AS t (consumer, topic, retention_ms)
+    SELECT p_consumer, n.key, n.value::bigint FROM jsonb_each_text(p_topics) AS n
+    ON CONFLICT (consumer, topic) DO UPDATE SET retention_ms = excluded.retention_ms, noted_at = clock_timestamp();
+END $$;
+
+-- Topics that keep events for longer than a window, as far as that was noted in the last thirty days.
+CREATE OR REPLACE FUNCTION fencepost._topics_beyond(p_consumer text, p_window interval)
+RETURNS text LANGUAGE sql STABLE AS $$
+    SELECT string_agg(t.topic || CASE t.retention_ms WHEN -1 THEN ' for ever'
+                                 ELSE ' for ' || justify_interval(make_interval(secs => t.retention_ms / 1000.0)) END, ', ' ORDER BY t.topic)
+    FROM fencepost.consumer_topic AS t
+    WHERE t.consumer = p_consumer AND t.noted_at > clock_timestamp() - interval '30 days'
+      AND (t.retention_ms = -1 OR t.retention_ms > extract(epoch FROM p_window) * 1000)
+$$;
+
+CREATE OR REPLACE FUNCTION fencepost._decide_retention(p_consumer text, p_actor text, p_reason text, p_verdict text)
+RETURNS void LANGUAGE sql AS $$
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict)
+    VALUES (gen_random_uuid(), 'inbox_retention', p_actor, p_reason, p_consumer, p_verdict)
+$$;
+
+-- Declares the replay window of a consumer; null remembers for ever from now on. What is forgotten already stays forgotten.
+CREATE OR REPLACE FUNCTION fencepost.set_inbox_retention(p_consumer text, p_window interval, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_beyond text;
+BEGIN
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    IF p_window NOT BETWEEN interval '1 second' AND interval '100 years' THEN
+        PERFORM fencepost._refuse('ZF003', 'the replay window is not between a second and a hundred years', 'replay_window',
+            'or none, to remember for ever');
+    END IF;
+    v_beyond := fencepost._topics_beyond(p_consumer, p_window);
+    IF p_window IS NOT NULL AND v_beyond IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'the replay window is shorter than what the broker keeps: ' || v_beyond, 'replay_window',
+            'give at least that, or shorten the retention of the topic and start the consumer again');
+    END IF;
+    INSERT INTO fencepost.consumer AS c (consumer, replay_window) VALUES (p_consumer, p_window)
+    ON CONFLICT (consumer) DO UPDATE SET replay_window = p_window, changed_at = clock_timestamp();
+    PERFORM fencepost._decide_retention(p_consumer, p_actor, p_reason, coalesce(p_window::text, 'for ever'));
+END $$;
+
+-- Declares that operations of a type are remembered for ever by a consumer, whatever its window, or no longer.
+-- Locks: the consumer's row, so that the horizon stands still meanwhile and every later purge sees the type.
+CREATE OR REPLACE FUNCTION fencepost.keep_type(p_consumer text, p_type text, p_forever boolean, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    PERFORM fencepost._require_identity('type', p_type);
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    INSERT INTO fencepost.consumer AS c (consumer) VALUES (p_consumer)
+    ON CONFLICT (consumer) DO UPDATE SET changed_at = clock_timestamp();
+    IF p_forever THEN
+        INSERT INTO fencepost.consumer_forever (consumer, type, horizon)
+        SELECT c.consumer, p_type, c.horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer
+        ON CONFLICT DO NOTHING;
+    ELSE
+        DELETE FROM fencepost.consumer_forever AS f WHERE f.consumer = p_consumer AND f.type = p_type;
+    END IF;
+    PERFORM fencepost._decide_retention(p_consumer, p_actor, p_reason,
+        p_type || CASE WHEN p_forever THEN ' for ever' ELSE ' like the others' END);
+END $$;
+
+
+-- inbox/retry_dead_letter.sql
+-- Giving a dead letter back to its consumer: an operator marks it due, the consumer takes it and handles it through its
+-- inbox, and the transaction that handles it is the one that settles it.
+
+CREATE OR REPLACE FUNCTION fencepost._decide_dead_letter(
+    p_kind text, p_letter fencepost.dead_letter, p_actor text, p_reason text, p_verdict text)
+RETURNS void LANGUAGE sql AS $$
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict, evidence_kind, evidence_ref)
+    VALUES (gen_random_uuid(), p_kind, p_actor, p_reason, p_letter.tenant, p_letter.operation, 'dead letter ' || p_letter.id, p_verdict,
+            p_letter.reason, format('%s %s sha256:%s', p_letter.consumer, p_letter.coordinates, encode(p_letter.content, 'hex')))
+$$;
+
+-- The letter, locked; refused when there is none.
+CREATE OR REPLACE FUNCTION fencepost._lock_dead_letter(p_id bigint)
+RETURNS fencepost.dead_letter LANGUAGE plpgsql AS $$
+DECLARE
+    v_letter fencepost.dead_letter;
+BEGIN
+    SELECT d.* INTO v_letter FROM fencepost.dead_letter AS d WHERE d.id = p_id FOR UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such dead letter', 'id',
+            'it was handled or discarded meanwhile; see: fencepost deadletters list');
+    END IF;
+    RETURN v_letter;
+END $$;
+
+-- Marks a dead letter due: its consumer handles it in its idle time. What is older than the purge horizon is refused, unless
+-- the operator says that it was not handled before. Waits at most five seconds while the letter is being handled.
+CREATE OR REPLACE FUNCTION fencepost.retry_dead_letter(p_id bigint, p_unhandled boolean, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_letter fencepost.dead_letter;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    v_letter := fencepost._lock_dead_letter(p_id);
+    IF v_letter.coordinates !~ '^\["(kafka|rabbitmq)",' THEN
+        PERFORM fencepost._refuse('ZF003', 'it was reserved by a caller with a transaction of its own', 'coordinates',
+            'have its sender deliver it again, or discard it');
+    ELSIF coalesce(p_unhandled, false) <> (v_letter.reason = 'before_horizon') THEN
+        PERFORM fencepost._refuse('ZF003',
+            CASE WHEN p_unhandled THEN 'only what is older than the purge horizon can be declared unhandled'
+                 ELSE 'it is older than the purge horizon: nothing here can tell whether it was handled' END, 'unhandled',
+            CASE WHEN p_unhandled THEN 'retry it without that' ELSE 'retry it with --unhandled if you know that it was not, or discard it' END);
+    END IF;
+    UPDATE fencepost.dead_letter AS d SET due_at = clock_timestamp(), takes = 0, unhandled = d.unhandled OR coalesce(p_unhandled, false)
+    WHERE d.id = p_id;
+    PERFORM fencepost._decide_dead_letter('retry_dead_letter', v_letter, p_actor, p_reason,
+        CASE WHEN p_unhandled THEN 'due, declared unhandled' ELSE 'due' END);
+END $$;
+
+-- Takes one due letter of a consumer, none on a disarmed database: what was due when a copy was made is not due in the copy.
+-- Committed at once, before anything is handled, so that one which brings its process down is met again only after `p_lease`,
+-- and after `p_takes` times by nobody until an operator says so again.
+CREATE OR REPLACE FUNCTION fencepost.take_dead_letter(
+    p_consumer text, p_lease interval, p_takes integer, OUT id bigint, OUT coordinates text, OUT headers jsonb, OUT payload bytea)
+RETURNS SETOF record LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    LOCK TABLE fencepost.gate IN ROW SHARE MODE;
+    IF NOT fencepost.armed() THEN
+        RETURN;
+    END IF;
+    RETURN QUERY
+    UPDATE fencepost.dead_letter AS d
+    SET takes = d.takes + 1, due_at = CASE WHEN d.takes + 1 < p_takes THEN clock_timestamp() + p_lease END
+    WHERE d.id = (SELECT f.id FROM fencepost.dead_letter AS f
+                  WHERE f.consumer = p_consumer AND f.due_at <= now()
+                  ORDER BY f.due_at LIMIT 1 FOR UPDATE SKIP LOCKED)
+    RETURNING d.id, d.coordinates, d.headers, d.payload;
+END $$;
+
+-- Settles a letter that was taken, in the transaction that handles it and before its handler runs. Reserved or a duplicate: it
+-- goes. Set aside again: of the letters of this delivery the youngest stays, and is not due.
+-- Locks: the letter, so that an operator's act on it waits for the handler, and the other way round.
+CREATE OR REPLACE FUNCTION fencepost.settle_dead_letter(p_id bigint, p_consumer text, p_gone boolean)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_letter fencepost.dead_letter;
+    v_youngest bigint;
+BEGIN
+    PERFORM set_config('synchronous_commit', 'on', true);
+    v_letter := fencepost._lock_dead_letter(p_id);
+    IF v_letter.consumer IS DISTINCT FROM p_consumer THEN
+        PERFORM fencepost._refuse('ZF003', 'the dead letter is another consumer''s', 'consumer', NULL);
+    END IF;
+    IF NOT p_gone THEN
+        SELECT d.id INTO v_youngest FROM fencepost.dead_letter AS d
+        WHERE d.consumer = v_letter.consumer AND d.coordinates = v_letter.coordinates AND d.content = v_letter.content
+        ORDER BY d.last_at DESC, d.id DESC LIMIT 1;
+        UPDATE fencepost.dead_letter AS d
+        SET due_at = NULL, unhandled = d.unhandled OR v_letter.unhandled,
+            attempts = d.attempts + CASE WHEN d.id = p_id THEN 0 ELSE v_letter.attempts END
+        WHERE d.id = v_youngest;
+    END IF;
+    DELETE FROM fencepost.dead_letter AS d WHERE d.id = p_id AND d.id IS DISTINCT FROM v_youngest;
 END $$;
 
 
@@ -1836,7 +2209,6 @@ END $$;
 -- Records progress of slots after the broker's confirms; sets refused events aside, and says what was overtaken, in the same
 -- commit.
 -- Refused as a whole (ZF040) when one slot was taken over: its new owner sends that page again, with the same bytes.
--- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
 CREATE OR REPLACE FUNCTION fencepost.ack(
     p_destination text, p_owner uuid, p_slots integer[], p_generations bigint[], p_era integer,
     p_acked_ticks bigint[], p_end_ticks bigint[], p_positions bigint[],
@@ -1853,6 +2225,7 @@ BEGIN
     IF p_era <> (SELECT i.era FROM fencepost.installation AS i) THEN
         PERFORM fencepost._refuse('ZF040', 'a new era has begun', 'era', 'lease the slots again');
     END IF;
+    -- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
     INSERT INTO fencepost.ack (child, destination, slot, n, era, acked_tick, end_tick, position, generation)
     SELECT i.ack_child, p_destination, u.slot, nextval('fencepost.ack_seq'), p_era, u.acked, u.ending, u.position, u.generation
     FROM unnest(p_slots, p_generations, p_acked_ticks, p_end_ticks, p_positions) AS u (slot, generation, acked, ending, position),
@@ -1905,6 +2278,7 @@ BEGIN
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_slots(p_destination, p_owner, ARRAY[p_slot], ARRAY[p_generation]);
     IF p_published THEN
+        -- Crash here: [Q2] until this commits it stays parked and is sent again; with it the next of its key is due.
         DELETE FROM fencepost.parked AS k
         WHERE k.destination = p_destination AND k.slot = p_slot AND k.tenant = p_tenant
           AND k.ordering_key = p_ordering_key AND k.seq = p_seq;
@@ -2345,6 +2719,7 @@ BEGIN
             v_why := fencepost._needed(v_child, v_since);
             IF v_why IS NULL THEN
                 PERFORM fencepost._note_recycled(v_child);
+                -- Crash here: [Y2] what is noted as gone goes with this commit, or neither happened.
                 EXECUTE 'TRUNCATE ' || v_table;
                 outcome := 'recycled';
                 child := v_child;
@@ -2457,6 +2832,7 @@ BEGIN
         CROSS JOIN LATERAL (SELECT k.* FROM fencepost.ack AS k
                             WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a
         WHERE a.child = v_child;
+        -- Crash here: [Y3] the newest acks are moved with this commit, or neither happened.
         EXECUTE 'TRUNCATE ' || v_table;
         outcome := 'recycled';
     END IF;
@@ -2493,6 +2869,7 @@ BEGIN
     SELECT max(b.n) INTO v_last
     FROM (SELECT t.n FROM fencepost.tick AS t WHERE t.era = v_era AND t.n > p_after AND t.n < v_needed ORDER BY t.n LIMIT p_batch) AS b;
     IF v_last IS NOT NULL THEN
+        -- Crash here: [Y4] the batch goes with this commit; the next holder of the duty begins from the oldest tick.
         DELETE FROM fencepost.tick AS t WHERE t.era = v_era AND t.n > p_after AND t.n <= v_last;
         GET DIAGNOSTICS purged = ROW_COUNT;
         after := v_last;
@@ -2633,6 +3010,7 @@ BEGIN
           FROM fencepost.relay AS l WHERE l.destination = p_destination) AS r;
     SELECT count(*) INTO v_owned FROM fencepost.slot AS s WHERE s.destination = p_destination AND s.owner = p_owner;
     IF v_owned < v_share THEN
+        -- Crash here: [S3] until this commits the slots are free; after it others take them once the lease has run out.
         UPDATE fencepost.slot AS s SET owner = p_owner, generation = s.generation + 1
         FROM (SELECT f.slot FROM fencepost.slot AS f
               WHERE f.destination = p_destination
@@ -2662,6 +3040,7 @@ DECLARE
 BEGIN
     PERFORM fencepost._enter();
     PERFORM FROM fencepost.destination AS d WHERE d.destination = p_destination FOR NO KEY UPDATE;
+    -- Crash here: [S2] until this commits others wait for the end of the lease; after it the slots are free at once.
     UPDATE fencepost.slot AS s SET owner = NULL, generation = s.generation + 1
     WHERE s.destination = p_destination AND s.owner = p_owner AND s.slot = ANY (p_slots);
     GET DIAGNOSTICS v_count = ROW_COUNT;
@@ -2731,13 +3110,13 @@ BEGIN
         v_locked := true;
     END LOOP;
 
-    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
     PERFORM set_config('synchronous_commit', 'on', true);
     SELECT pg_current_snapshot() INTO v_snap;
     SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_hint FROM fencepost.outbox_seq AS s;
     SELECT pg_current_xact_id() INTO v_next;
     n := v_tick.n + 1;
     fresh := true;
+    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
     INSERT INTO fencepost.tick (era, n, snap, hint, next, snap_xmax, snap_xip)
     VALUES (era, n, v_snap, v_hint, v_next, pg_snapshot_xmax(v_snap), ARRAY(SELECT pg_snapshot_xip(v_snap)));
 END $$;

@@ -35,7 +35,8 @@ CREATE TABLE fencepost.dead_letter (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     consumer        text NOT NULL,
     coordinates     text NOT NULL,
-    reason          text NOT NULL CHECK (reason IN ('conflict', 'delivery_changed', 'undecodable', 'handler_failed')),
+    reason          text NOT NULL CHECK (reason IN (
+        'conflict', 'delivery_changed', 'undecodable', 'unknown_type', 'newer_version', 'handler_failed')),
     field           text,
     detail          text NOT NULL DEFAULT '',
     tenant          text,

@@ -1,6 +1,7 @@
 -- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
 -- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
--- both meanings, not handled). Concurrent copies wait for the first transaction; bound it with lock_timeout.
+-- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
+-- dead letter, not handled). Concurrent copies wait for the first transaction; bound it with lock_timeout.
 CREATE OR REPLACE FUNCTION fencepost.reserve(
     p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
     p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
@@ -10,6 +11,7 @@ DECLARE
     v_meaning bytea;
     v_delivery record;
     v_reserved record;
+    v_horizon timestamptz;
 BEGIN
     PERFORM fencepost._require_identity('tenant', p_tenant);
     PERFORM fencepost._require_identity('consumer', p_consumer);
@@ -53,7 +55,26 @@ BEGIN
     VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
     ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
     IF FOUND THEN
+        -- Invariant: inserted first, the horizon read by a later statement. Whatever purge hid an older reservation from the
+        -- insertion has committed, and its horizon before it, so this statement sees it.
+        IF current_setting('transaction_isolation') <> 'read committed' THEN
+            -- This snapshot may be older than that: raises 40001 if the row came, or was changed, after it.
+            INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+        END IF;
+        SELECT coalesce(f.horizon, c.horizon) INTO v_horizon
+        FROM fencepost.consumer AS c LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = c.consumer AND f.type = p_type
+        WHERE c.consumer = p_consumer;
         outcome := 'reserved';
+        IF p_event_time < v_horizon AND NOT EXISTS (
+            SELECT FROM fencepost.dead_letter AS d
+            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrived_meaning = v_meaning AND d.unhandled) THEN
+            outcome := 'before_horizon';
+            DELETE FROM fencepost.reservation AS r
+            WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+            PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
+                'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
+                p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
+        END IF;
         RETURN;
     END IF;
     SELECT r.meaning, r.epoch INTO v_reserved FROM fencepost.reservation AS r

@@ -1,7 +1,6 @@
 -- Records progress of slots after the broker's confirms; sets refused events aside, and says what was overtaken, in the same
 -- commit.
 -- Refused as a whole (ZF040) when one slot was taken over: its new owner sends that page again, with the same bytes.
--- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
 CREATE OR REPLACE FUNCTION fencepost.ack(
     p_destination text, p_owner uuid, p_slots integer[], p_generations bigint[], p_era integer,
     p_acked_ticks bigint[], p_end_ticks bigint[], p_positions bigint[],
@@ -18,6 +17,7 @@ BEGIN
     IF p_era <> (SELECT i.era FROM fencepost.installation AS i) THEN
         PERFORM fencepost._refuse('ZF040', 'a new era has begun', 'era', 'lease the slots again');
     END IF;
+    -- Crash here: [A] between confirm and this commit: the page is sent again by whoever owns the slot next.
     INSERT INTO fencepost.ack (child, destination, slot, n, era, acked_tick, end_tick, position, generation)
     SELECT i.ack_child, p_destination, u.slot, nextval('fencepost.ack_seq'), p_era, u.acked, u.ending, u.position, u.generation
     FROM unnest(p_slots, p_generations, p_acked_ticks, p_end_ticks, p_positions) AS u (slot, generation, acked, ending, position),
@@ -70,6 +70,7 @@ BEGIN
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_slots(p_destination, p_owner, ARRAY[p_slot], ARRAY[p_generation]);
     IF p_published THEN
+        -- Crash here: [Q2] until this commits it stays parked and is sent again; with it the next of its key is due.
         DELETE FROM fencepost.parked AS k
         WHERE k.destination = p_destination AND k.slot = p_slot AND k.tenant = p_tenant
           AND k.ordering_key = p_ordering_key AND k.seq = p_seq;

@@ -138,6 +138,7 @@ BEGIN
             v_why := fencepost._needed(v_child, v_since);
             IF v_why IS NULL THEN
                 PERFORM fencepost._note_recycled(v_child);
+                -- Crash here: [Y2] what is noted as gone goes with this commit, or neither happened.
                 EXECUTE 'TRUNCATE ' || v_table;
                 outcome := 'recycled';
                 child := v_child;
@@ -250,6 +251,7 @@ BEGIN
         CROSS JOIN LATERAL (SELECT k.* FROM fencepost.ack AS k
                             WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a
         WHERE a.child = v_child;
+        -- Crash here: [Y3] the newest acks are moved with this commit, or neither happened.
         EXECUTE 'TRUNCATE ' || v_table;
         outcome := 'recycled';
     END IF;
@@ -286,6 +288,7 @@ BEGIN
     SELECT max(b.n) INTO v_last
     FROM (SELECT t.n FROM fencepost.tick AS t WHERE t.era = v_era AND t.n > p_after AND t.n < v_needed ORDER BY t.n LIMIT p_batch) AS b;
     IF v_last IS NOT NULL THEN
+        -- Crash here: [Y4] the batch goes with this commit; the next holder of the duty begins from the oldest tick.
         DELETE FROM fencepost.tick AS t WHERE t.era = v_era AND t.n > p_after AND t.n <= v_last;
         GET DIAGNOSTICS purged = ROW_COUNT;
         after := v_last;

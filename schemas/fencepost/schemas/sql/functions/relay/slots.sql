@@ -30,6 +30,7 @@ BEGIN
           FROM fencepost.relay AS l WHERE l.destination = p_destination) AS r;
     SELECT count(*) INTO v_owned FROM fencepost.slot AS s WHERE s.destination = p_destination AND s.owner = p_owner;
     IF v_owned < v_share THEN
+        -- Crash here: [S3] until this commits the slots are free; after it others take them once the lease has run out.
         UPDATE fencepost.slot AS s SET owner = p_owner, generation = s.generation + 1
         FROM (SELECT f.slot FROM fencepost.slot AS f
               WHERE f.destination = p_destination
@@ -59,6 +60,7 @@ DECLARE
 BEGIN
     PERFORM fencepost._enter();
     PERFORM FROM fencepost.destination AS d WHERE d.destination = p_destination FOR NO KEY UPDATE;
+    -- Crash here: [S2] until this commits others wait for the end of the lease; after it the slots are free at once.
     UPDATE fencepost.slot AS s SET owner = NULL, generation = s.generation + 1
     WHERE s.destination = p_destination AND s.owner = p_owner AND s.slot = ANY (p_slots);
     GET DIAGNOSTICS v_count = ROW_COUNT;

@@ -37,13 +37,13 @@ BEGIN
         v_locked := true;
     END LOOP;
 
-    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
     PERFORM set_config('synchronous_commit', 'on', true);
     SELECT pg_current_snapshot() INTO v_snap;
     SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_hint FROM fencepost.outbox_seq AS s;
     SELECT pg_current_xact_id() INTO v_next;
     n := v_tick.n + 1;
     fresh := true;
+    -- Crash here: [T] a tick that does not commit was never seen; no page ends at it.
     INSERT INTO fencepost.tick (era, n, snap, hint, next, snap_xmax, snap_xip)
     VALUES (era, n, v_snap, v_hint, v_next, pg_snapshot_xmax(v_snap), ARRAY(SELECT pg_snapshot_xip(v_snap)));
 END $$;

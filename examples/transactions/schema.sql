@@ -1,0 +1,2 @@
+CREATE TABLE submissions (id text PRIMARY KEY, state text NOT NULL);
+CREATE TABLE analyses (submission_id text PRIMARY KEY);
