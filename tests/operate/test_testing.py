@@ -66,7 +66,7 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 def test_users_tests_pass_and_their_databases_are_gone_afterwards(pytester: pytest.Pytester, server: str) -> None:
     user(pytester, "passing")
     result = run(pytester, "-s")
-    result.assert_outcomes(passed=27)
+    result.assert_outcomes(passed=28)
     names = set(re.findall(r"database=\('(\w+)',\)", result.stdout.str()))
     assert len(names) == 2
     with psycopg.connect(server) as conn:

@@ -9,8 +9,10 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
+from fencepost.consumer import acts
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Outcome
+from fencepost.consumer.upkeep import Purge
 from fencepost.jobs.publish import publish
 from fencepost.operate.testing import (
     Crash,
@@ -338,3 +340,20 @@ def test_messages_and_reservations_age_together(fencepost_database: Database, fe
     fencepost_broker.age(86400)
     fencepost_broker.redeliver(on_accepted)
     assert [done.outcome for done in fencepost_broker.deliver(on_accepted)] == [Outcome.DUPLICATE]
+
+
+def test_what_aged_beyond_the_replay_window_is_purged_and_never_handled_again(
+    fencepost_database: Database, fencepost_broker: MemoryBroker
+) -> None:
+    accept(fencepost_database.dsn, 1)
+    fencepost_broker.relay()
+    fencepost_broker.deliver(on_accepted)
+    with fencepost_database.connect(autocommit=True) as conn:
+        acts.set_retention(conn, "sync", timedelta(days=7), actor="ann", reason="a test")
+        assert Purge("sync").turn(conn).reservations == 0
+        age(conn, timedelta(days=8), of="reservations")
+        assert Purge("sync").turn(conn).reservations == 1
+    fencepost_broker.age(timedelta(days=8))
+    fencepost_broker.redeliver(on_accepted)
+    assert [done.outcome for done in fencepost_broker.deliver(on_accepted)] == [Outcome.BEFORE_HORIZON]
+    assert handled(fencepost_database.dsn, "sync") == ["op-1"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, LiteralString, TypeVar, cast
+from typing import Any, LiteralString, TypeVar
 from uuid import UUID
 
 from psycopg import AsyncConnection, Connection
@@ -128,11 +128,15 @@ async def assert_submitted_async(
 
 def _behind(tx: Transaction) -> Connection[Any]:
     """psycopg's connection behind what the caller has; to look needs no open transaction."""
-    return cast(Connection[Any], tx) if isinstance(tx, Connection) else connection_of(tx)
+    given: Any = tx
+    found: Connection[Any] = given if isinstance(tx, Connection) else connection_of(tx)
+    return found
 
 
 async def _behind_async(tx: AsyncTransaction) -> AsyncConnection[Any]:
-    return cast(AsyncConnection[Any], tx) if isinstance(tx, AsyncConnection) else await connection_of_async(tx)
+    given: Any = tx
+    found: AsyncConnection[Any] = given if isinstance(tx, AsyncConnection) else await connection_of_async(tx)
+    return found
 
 
 def _wanted(event: type[Event]) -> dict[str, object]:
