@@ -20,7 +20,7 @@ from fencepost.schemas.errors import ConfigError, WrongTransaction
 
 __all__ = ["Database", "Databases", "Domain", "require_made_here"]
 
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 120.0
 MARK = "fencepost test database"
 
 OID: LiteralString = "SELECT oid::text FROM pg_database WHERE datname = %(name)s"
