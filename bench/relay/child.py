@@ -21,7 +21,7 @@ from confluent_kafka import KafkaError, Message, Producer
 
 from fencepost.relay.destination import Destination, source
 from fencepost.relay.kafka import KafkaPublisher
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import OutboxRow, Outcome, Outgoing, Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
 from fencepost.relay.sidecar import Relay, settle_memory
