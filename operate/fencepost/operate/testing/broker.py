@@ -27,7 +27,7 @@ from fencepost.operate.testing.crash import reach
 from fencepost.operate.testing.databases import Database
 from fencepost.operate.testing.messages import Kind, Message, encoded, shuffled
 from fencepost.relay.destination import Destination
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.parking import RetryPolicy
 from fencepost.relay.publisher import CONFIRMED, WITHHELD, Answer, Outcome, Outgoing, ParkReason, Route
 from fencepost.relay.sidecar import Relay, Summary
