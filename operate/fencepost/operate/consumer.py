@@ -11,10 +11,9 @@ from typing import Annotated, Protocol, cast, runtime_checkable
 import typer
 
 from fencepost.consumer.health import serving
-from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.standing import Standing
 from fencepost.operate import settings, target
-from fencepost.operate.runners import runner_of
+from fencepost.operate.runners import is_handler, runner_of
 from fencepost.operate.settings import ConsumerSettings
 from fencepost.operate.signals import draining
 from fencepost.schemas.errors import ConfigError
@@ -68,7 +67,7 @@ def run(
 
 def _runner(path: str, dsn: str, chosen: ConsumerSettings) -> Runner:
     found = target.load(path, "consumer")
-    if isinstance(found, Inbox | AsyncInbox):
+    if is_handler(found):
         found = runner_of(found, dsn, chosen)
     # A class of runners has a `run` as well, but is not one.
     elif callable(found) and (isinstance(found, type) or not isinstance(found, Runner)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.runner import RunnerOptions
@@ -10,7 +10,12 @@ from fencepost.operate.publishers import RABBIT_TLS, tls_context
 from fencepost.operate.settings import ConsumerSettings
 from fencepost.schemas.errors import ConfigError
 
-__all__ = ["runner_of"]
+__all__ = ["is_handler", "runner_of"]
+
+
+def is_handler(found: object) -> TypeGuard[Inbox[Any] | AsyncInbox[Any]]:
+    """Whether a target is a handler, made by `@inbox`."""
+    return isinstance(found, Inbox | AsyncInbox)
 
 
 def runner_of(handler: Inbox[Any] | AsyncInbox[Any], dsn: str, chosen: ConsumerSettings) -> Any:
