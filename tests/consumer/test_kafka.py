@@ -8,12 +8,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from psycopg import AsyncConnection, Connection
@@ -283,6 +284,26 @@ def test_what_can_never_be_handled_is_set_aside_and_the_partition_goes_on(
     ]
     assert "ValueError" in caplog.text
     assert "do-not-log" not in caplog.text
+
+
+def test_a_commit_that_was_a_rollback_is_never_acknowledged_as_done(
+    kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+    produce(kafka, topic, [*events(1), *events(1, "swallowed"), *events(1, "end")])
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+        if event.operation.startswith("swallowed"):
+            with suppress(psycopg.Error):
+                tx.execute("SELECT 1 / 0")
+
+    with running(runner_of(handler, topic, group)):
+        wait_for(lambda: committed(kafka, group, topic) == 3, DEADLINE_SECONDS, "the end")
+
+    assert sorted(operations(domain18)) == ["end-0", "op-0"]
+    assert dead(domain18) == [("handler_failed", "swallowed-0", 5)]
 
 
 CHILD = """

@@ -8,10 +8,11 @@ import logging
 import ssl
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg import AsyncConnection, Connection
 from yarl import URL
@@ -273,6 +274,23 @@ def test_what_can_never_be_handled_is_set_aside_and_the_queue_goes_on(
     ]
     assert left(rabbitmq, queue) == 0
     assert "do-not-log" not in caplog.text
+
+
+def test_a_commit_that_was_a_rollback_is_never_acknowledged_as_done(
+    rabbitmq: Rabbit, domain18: Database, queue: str
+) -> None:
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+        if event.operation == "swallowed":
+            with suppress(psycopg.Error):
+                tx.execute("SELECT 1 / 0")
+
+    publish(rabbitmq, "", queue, [envelope(operation="op-0"), envelope(operation="swallowed")])
+    with running(RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=queue, options=FAST)):
+        wait_for(lambda: dead(domain18) == [("handler_failed", "swallowed", 3)], DEADLINE_SECONDS, "the dead letter")
+        wait_for(lambda: operations(domain18) == ["op-0"], DEADLINE_SECONDS, "the other")
+    assert left(rabbitmq, queue) == 0
 
 
 def test_a_stop_finishes_what_runs_and_gives_the_rest_back(rabbitmq: Rabbit, domain18: Database, queue: str) -> None:
