@@ -30,6 +30,18 @@ FROM fencepost.reserve(
 ) AS r
 """
 
+# Waits no longer than this for another copy, and leaves lock_timeout as it was.
+RESERVE_WITHIN: LiteralString = """
+SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text, set_config('lock_timeout', w.before, true)
+FROM (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %(wait)s, true) AS wait OFFSET 0) AS w,
+LATERAL fencepost.reserve(
+    CASE WHEN w.wait IS NOT NULL THEN %(tenant)s END, %(consumer)s, %(operation)s, %(type)s, %(version)s::integer,
+    %(event_id)s::uuid, %(source)s, %(epoch)s::bigint, %(binding)s, %(event_time)s::timestamptz, %(coordinates)s,
+    %(headers)s::jsonb, %(payload)s::bytea) AS r
+"""
+LOCK_TIMEOUT: LiteralString = "SELECT set_config('lock_timeout', %(wait)s, true)"
+LOCK_TIMEOUT_AS_BEFORE: LiteralString = "SET LOCAL lock_timeout TO DEFAULT"
+
 _DONE = (Reserved.RESERVED, Reserved.DUPLICATE)
 
 
@@ -41,20 +53,27 @@ def reserve_in(
     *,
     headers: list[list[object]] | None = None,
     dead_letter: int | None = None,
+    wait_seconds: float | None = None,
 ) -> Reservation:
     """Reserves the operation for ``consumer`` in the caller's transaction, and never commits.
 
-    Verifies the digest first. Settles ``dead_letter``, where the delivery is one that was given back. ``tx`` as of
+    Verifies the digest first. Settles ``dead_letter``, where the delivery is one that was given back. ``wait_seconds``
+    bounds the wait for another copy, else the caller's lock_timeout does. ``tx`` as of
     `fencepost.consumer.handoff.submit`. Raises Undecodable, InvalidInput, WrongTransaction where no transaction is
     open, and what PostgreSQL raises: serialization failures (retry the whole transaction) and, under a lock_timeout,
     LockNotAvailable.
     """
-    values = _values(consumer, envelope, coordinates, headers)
+    values = _values(consumer, envelope, coordinates, headers, wait_seconds)
+    query = RESERVE if wait_seconds is None else RESERVE_WITHIN
     conn = connection_of(tx)
     with conn.cursor(row_factory=tuple_row) as cursor:
-        reservation = _reservation(cursor.execute(RESERVE, values).fetchone())
+        reservation = _reservation(cursor.execute(query, values).fetchone())
     if dead_letter is not None:
+        if wait_seconds is not None:
+            conn.execute(LOCK_TIMEOUT, values)
         settle(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
+        if wait_seconds is not None:
+            conn.execute(LOCK_TIMEOUT_AS_BEFORE)
     return reservation
 
 
@@ -66,19 +85,29 @@ async def reserve_in_async(
     *,
     headers: list[list[object]] | None = None,
     dead_letter: int | None = None,
+    wait_seconds: float | None = None,
 ) -> Reservation:
     """As `reserve_in`, for asyncio."""
-    values = _values(consumer, envelope, coordinates, headers)
+    values = _values(consumer, envelope, coordinates, headers, wait_seconds)
+    query = RESERVE if wait_seconds is None else RESERVE_WITHIN
     conn = await connection_of_async(tx)
     async with conn.cursor(row_factory=tuple_row) as cursor:
-        reservation = _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
+        reservation = _reservation(await (await cursor.execute(query, values)).fetchone())
     if dead_letter is not None:
+        if wait_seconds is not None:
+            await conn.execute(LOCK_TIMEOUT, values)
         await settle_async(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
+        if wait_seconds is not None:
+            await conn.execute(LOCK_TIMEOUT_AS_BEFORE)
     return reservation
 
 
 def _values(
-    consumer: str, envelope: Envelope, coordinates: str, headers: list[list[object]] | None
+    consumer: str,
+    envelope: Envelope,
+    coordinates: str,
+    headers: list[list[object]] | None,
+    wait_seconds: float | None,
 ) -> dict[str, object]:
     if not coordinates:
         raise InvalidInput("coordinates are empty", field="coordinates", hint="name broker, place and message")
@@ -101,6 +130,7 @@ def _values(
         "event_time": envelope.time,
         "coordinates": coordinates,
         "headers": Jsonb(headers),
+        "wait": None if wait_seconds is None else f"{round(wait_seconds * 1000)}ms",
         "payload": payload,
     }
 
