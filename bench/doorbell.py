@@ -24,7 +24,8 @@ import psycopg
 
 from fencepost.relay import outbox
 from fencepost.relay.doorbell import DOZE, LISTEN, Doorbell
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.schemas.event import Event
 from stack.obtain import obtain_postgres
 from stack.postgres import MAJORS

@@ -38,7 +38,8 @@ sys.path[:0] = [str(ROOT / "compose"), str(ROOT / "tests")]
 from fencepost.relay import acks, outbox
 from fencepost.relay.destination import Destination
 from fencepost.relay.kafka import KafkaPublisher
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.pages import PageReader, Part, Progress
 from fencepost.relay.publisher import Route
 from fencepost.relay.sidecar import Relay

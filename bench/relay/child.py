@@ -21,7 +21,7 @@ from confluent_kafka import KafkaError, Message, Producer
 
 from fencepost.relay.destination import Destination, source
 from fencepost.relay.kafka import KafkaPublisher
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import OutboxRow, Outcome, Outgoing, Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
 from fencepost.relay.sidecar import Relay, settle_memory
@@ -278,7 +278,7 @@ def relay_drain(o: Options) -> dict[str, float]:
     while (done := relay.loops[0].counters.published) < o["count"]:
         if time.monotonic() > until or not thread.is_alive():
             raise SystemExit(f"only {done} of {o['count']} relayed in time")
-        time.sleep(0.002)
+        time.sleep(0.02)
     assert timed[0].began is not None
     timed[0].began.__exit__(None, None, None)
     result = timed[0].began.result(done)

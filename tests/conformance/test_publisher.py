@@ -144,6 +144,22 @@ def test_an_undecodable_row_is_refused_and_its_neighbours_are_confirmed(broker: 
     assert len(broker.read(route, 2)) == 2
 
 
+@pytest.mark.parametrize("column", ["digest", "content_type"])
+def test_a_row_of_a_version_that_is_not_known_is_refused_and_its_neighbours_are_confirmed(
+    broker: Broker, publisher: Publisher, column: str
+) -> None:
+    route = broker.destination()
+    good = [event(route, 1, "a"), event(route, 3, "c")]
+    bad = event(route, 2, "b")
+    tag = b"\x02" + bad.row.digest[1:]
+    newer = bad.row._replace(digest=tag) if column == "digest" else bad.row._replace(content_type="application/cbor")
+    bad = bad._replace(row=newer)
+    outcomes = send(publisher, [good[0], bad, good[1]])
+    assert answers(outcomes) == [Answer.CONFIRMED, Answer.REFUSED, Answer.CONFIRMED]
+    assert outcomes[1].reason is ParkReason.UNKNOWN_VERSION
+    assert len(broker.read(route, 2)) == 2
+
+
 def test_copies_of_an_event_are_identical_to_the_byte(broker: Broker, publisher: Publisher) -> None:
     route = broker.destination()
     batch = [event(route, 1)]

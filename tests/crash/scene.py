@@ -40,7 +40,7 @@ LAPSE: LiteralString = "UPDATE fencepost.relay SET lease_until = clock_timestamp
 LAPSE_DUTY: LiteralString = "UPDATE fencepost.duty SET lease_until = clock_timestamp() - interval '1 ms'"
 
 
-class Lost(Event, type="test.lost", version=1):
+class Lost(Event, type="test.crashed", version=1):
     """An event of another type."""
 
 

@@ -22,7 +22,7 @@ from fencepost.relay import backfill
 from fencepost.relay.backfill import Chosen
 from fencepost.relay.destination import Destination
 from fencepost.relay.kafka import KafkaPublisher
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.parking import RetryPolicy
 from fencepost.relay.publisher import Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher

@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, LiteralString
 
 import psycopg
 import pytest
 from psycopg import Connection
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from fencepost.relay import doorbell
 from fencepost.relay.doorbell import DOZE, RUNG, Doorbell
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.sidecar import Relay
 from support.database import Database
 from support.memory_broker import MemoryBroker
 from support.processes import Child, wait_for
+from support.proxy import Proxy
 from support.relays import accept, accepted, destination
 
 # An event that is not rung for would be found after ten seconds.
@@ -152,6 +157,64 @@ def test_sleeping_sidecar_publishes_when_rung_and_leaves_at_once_when_stopped(da
     assert not thread.is_alive()
 
 
+END_LISTENER: LiteralString = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid() AND (query LIKE 'LISTEN%' OR query LIKE '%fencepost.rung(%')"""
+HEARING: LiteralString = """
+SELECT FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"""
+
+
+def test_a_listener_that_was_ended_listens_again_and_looks_for_what_came_in_between(database18: Database) -> None:
+    broker = MemoryBroker()
+    with database18.connect(autocommit=True) as conn, sleeping(database18, broker):
+        marked(conn)
+        accepted(database18, "op-1")
+        arrive(1, broker)  # the control
+        assert conn.execute(END_LISTENER).fetchone() == (1,)
+        accepted(database18, "op-2")
+        arrive(2, broker)
+        wait_for(lambda: conn.execute(HEARING).fetchone(), SOON, "the doorbell to listen again")
+        marked(conn)
+        accepted(database18, "op-3")
+        arrive(3, broker)
+
+
+def test_a_listener_whose_connection_died_without_a_sign_is_noticed_and_events_wait_for_the_poll_at_most(
+    database18: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorbell, "ASK_SECONDS", 0.3)
+    broker = MemoryBroker()
+    stop = threading.Event()
+    with Proxy(int(str(conninfo_to_dict(database18.dsn)["port"]))) as proxy, database18.connect() as conn:
+        bell = Doorbell(make_conninfo(database18.dsn, port=proxy.port), answer=1)
+        bell.start()
+        wait_for(lambda: bell.listening, 10, "the doorbell to listen")
+        loop = DestinationLoop(
+            database18.dsn, destination(broker), pace=replace(SLOW, poll_max=3), stop=stop, bell=bell
+        )
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        try:
+            marked(conn)
+            accepted(database18, "op-1")
+            arrive(1, broker)  # the control
+            marked(conn)
+            proxy.blackhole()
+            accepted(database18, "op-2")
+            arrive(2, broker)
+            wait_for(lambda: not bell.listening, 10, "the silence to be noticed")
+            proxy.heal()
+            wait_for(lambda: bell.listening, 10, "the doorbell to listen again")
+            marked(conn)
+            accepted(database18, "op-3")
+            arrive(3, broker)
+        finally:
+            stop.set()
+            bell.stop()
+            thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_ring_clears_the_mark_it_was_for_and_no_later_one(database18: Database) -> None:
     with database18.connect(autocommit=True) as conn:
         conn.execute(DOZE, {"seconds": 60})
@@ -183,7 +246,8 @@ def test_nobody_is_notified_without_a_sleeper_and_one_commit_notifies_with_one(d
 CHILD = """
 import sys, threading
 from fencepost.relay.doorbell import Doorbell
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.sidecar import Relay
 from support.memory_broker import MemoryBroker
 from support.relays import destination

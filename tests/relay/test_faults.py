@@ -5,19 +5,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import LiteralString
+from typing import Any, LiteralString
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from conformance.harness import Arrived
 from conformance.on_rabbitmq import OnRabbit
+from fencepost.relay import outbox
 from fencepost.relay.destination import Destination
 from fencepost.relay.health import HealthAddress
-from fencepost.relay.loop import Pace
+from fencepost.relay.outbox import Accepted
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
+from fencepost.relay.recycling import Recycler
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas import migrate
 from stack.postgres import PostgresServer
@@ -26,16 +30,25 @@ from support.health import LOOPBACK, ask, becomes, metric, readiness, running
 from support.memory_broker import MemoryBroker, confirm
 from support.processes import wait_for
 from support.proxy import Proxy
-from support.relaying import enqueue
-from support.relays import BRISK, destination, value
+from support.relaying import Noted, enqueue
+from support.relays import BRISK, destination, relay_once, value
 from support.services import Services
 
 HERE = HealthAddress(LOOPBACK, 0)
 # A silent database is left after a second.
 PACE = replace(BRISK, answer=1.0)
+DUTY: LiteralString = "SELECT count(*) = 1 FROM fencepost.duty WHERE name = 'recycling'"
 READERS: LiteralString = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE datname = current_database() AND application_name = 'fencepost' AND query = 'COMMIT'"""
+OWNERS: LiteralString = (
+    "SELECT count(DISTINCT owner) FROM fencepost.slot WHERE destination = 'memory' AND owner IS NOT NULL"
+)
+END_OTHERS: LiteralString = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"""
+LEFT_OPEN: LiteralString = """
+SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%'
+AND state_change < clock_timestamp() - interval '1 second'"""
 
 
 @pytest.fixture
@@ -109,6 +122,23 @@ def test_a_black_holed_database_ends_the_lease_by_our_own_deadline_and_another_r
     assert set(first.operations()) | set(second.operations()) == {*before, *after, *last}
 
 
+def test_a_recycler_whose_database_is_silent_leaves_that_connection(
+    database18: Database, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    recycler = Recycler(through(proxy, database18), seconds=0.05, answer=1.0)
+    with database18.connect(autocommit=True) as conn, caplog.at_level("WARNING", "fencepost.relay.recycling"):
+        recycler.start()
+        try:
+            wait_for(lambda: value(conn, DUTY), 10, "the control: it holds the duty")
+            proxy.blackhole()
+            wait_for(lambda: "NoAnswer" in caplog.text, 15, "the deadline")
+            proxy.heal()
+            conn.execute("DELETE FROM fencepost.duty WHERE name = 'recycling'")
+            wait_for(lambda: value(conn, DUTY), 15, "another turn")
+        finally:
+            recycler.stop()
+
+
 def test_an_idle_relay_whose_connections_died_without_a_sign_publishes_what_comes_next(
     database18: Database, proxy: Proxy
 ) -> None:
@@ -164,6 +194,59 @@ def test_an_ack_whose_answer_is_lost_is_neither_believed_nor_repeated_as_somethi
     assert {*found} == {f"op-{n}" for n in range(15)}
     assert {o for o in found if found.count(o) > 1} <= {f"op-{n}" for n in range(5, 10)}
     assert in_key_order(broker.arrived)
+
+
+def test_an_accepted_event_whose_commit_was_not_answered_is_accepted_once(database18: Database, proxy: Proxy) -> None:
+    def accept(conn: psycopg.Connection[Any], n: int) -> Accepted:
+        return outbox.enqueue(conn, Noted(tenant="acme", operation=f"op-{n}", n=n))
+
+    def lose() -> None:
+        wait_for(lambda: proxy.dropped_bytes > 0, 20, "the answer to be lost")
+        proxy.cut()
+
+    with psycopg.connect(through(proxy, database18), connect_timeout=5) as conn:
+        assert accept(conn, 1).created  # the control: a commit that is answered
+        conn.commit()
+        unknown = accept(conn, 2)
+        proxy.drop_replies()
+        ending = threading.Thread(target=lose)
+        ending.start()
+        with pytest.raises(psycopg.OperationalError):
+            conn.commit()
+        ending.join(20)
+    proxy.heal()
+    with psycopg.connect(through(proxy, database18), connect_timeout=5) as conn:
+        again = accept(conn, 2)
+        conn.commit()
+    assert again == Accepted(unknown.event_id, created=False)
+    broker = MemoryBroker()
+    relay_once(database18, destination(broker))
+    assert sorted(broker.operations()) == ["op-1", "op-2"]
+
+
+@pytest.mark.parametrize("pool_size", [1, 4])
+def test_relays_behind_a_transaction_pooler_share_its_connections_and_survive_the_loss_of_all_of_them(
+    database18: Database, services: Services, pool_size: int
+) -> None:
+    pooled = services.pgbouncer("18", pool_size=pool_size).dsn(database18.dsn)
+    brokers = MemoryBroker(), MemoryBroker()
+    first, second = (relay(pooled, destination(broker)) for broker in brokers)
+
+    def arrived() -> set[str]:
+        return {operation for broker in brokers for operation in broker.operations()}
+
+    with running(first), running(second), database18.connect(autocommit=True) as conn:
+        wait_for(lambda: value(conn, OWNERS) == 2, 30, "both to own slots")
+        before = enqueue(database18, 30)
+        wait_for(lambda: acked(first) + acked(second) == 30, 30, "the control")
+        assert value(conn, END_OTHERS) > 0
+        after = enqueue(database18, 30, first=30)
+        wait_for(lambda: arrived() == {*before, *after}, 40, "the rest")
+        becomes(first, "ready")
+        becomes(second, "ready")
+        assert value(conn, LEFT_OPEN) == 0
+    assert all(broker.operations().count(operation) <= 1 for broker in brokers for operation in before)
+    assert all(in_key_order(broker.arrived) for broker in brokers)
 
 
 def test_a_slow_database_only_makes_it_slower(database18: Database, proxy: Proxy) -> None:

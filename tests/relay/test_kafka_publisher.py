@@ -9,13 +9,15 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from conformance.harness import SOURCE, answers, event, send, send_until_confirmed
 from conformance.on_kafka import DELIVERY_SECONDS, OnKafka
+from fencepost.relay import kafka_topics
 from fencepost.relay.kafka import KafkaPublisher
+from fencepost.relay.kafka_topics import Topics
 from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, ParkReason, Route
 from fencepost.schemas.errors import ConfigError
 from support.processes import wait_for
@@ -223,3 +225,28 @@ def test_what_follows_an_event_that_died_with_its_producer_does_not_overtake_it_
         assert answers(other.result(timeout=21)) == [Answer.CONFIRMED]
         assert send(publisher, [event(route, 2), event(route, 3)]) == [CONFIRMED] * 2
     assert [one.envelope.sequence for one in on.read(route, 4) if one.envelope.ordering_key == "k"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("pause", [60.0, 0.0])
+def test_a_topics_limit_that_was_not_told_in_time_is_asked_for_again_later(
+    kafka: Kafka, on: OnKafka, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    if not kafka.real:
+        pytest.skip("the stand-in has no limits of its own")
+    route, settings = on.destination(), {"bootstrap.servers": kafka.bootstrap}
+    producer = Producer({**settings, "log_level": 0})
+
+    def told() -> bool:
+        found = topics.find(producer, route.to, time.monotonic() + 10)
+        assert found is not None and found.reason is None
+        return found.max_bytes is not None
+
+    monkeypatch.setattr(kafka_topics, "LIMIT_SECONDS", 10)
+    topics = Topics(settings, refresh=0)
+    assert told()  # the control
+    topics = Topics(settings, refresh=0)
+    monkeypatch.setattr(kafka_topics, "LIMIT_AGAIN_SECONDS", pause)
+    monkeypatch.setattr(kafka_topics, "LIMIT_SECONDS", 1e-6)
+    assert not told()
+    monkeypatch.setattr(kafka_topics, "LIMIT_SECONDS", 10)
+    assert told() is (pause == 0)

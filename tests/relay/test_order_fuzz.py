@@ -23,7 +23,8 @@ EVENTS = 240
 RELAY = """
 import signal, sys, threading
 from fencepost.relay.destination import Destination
-from fencepost.relay.loop import DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from support.memory_broker import LedgerBroker
 from support.relays import EVERYTHING
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from dataclasses import replace
 from typing import LiteralString
 
+import psycopg
 import pytest
 
 from fencepost.relay import outbox
@@ -15,7 +17,7 @@ from fencepost.relay.destination import Destination, NoRoute
 from fencepost.relay.publisher import CONFIRMED, Answer, OutboxRow, Outcome, Route
 from fencepost.relay.sidecar import Relay
 from fencepost.relay.spans import Spans
-from fencepost.schemas.errors import InvalidInput, RoutesChanged
+from fencepost.schemas.errors import InvalidInput, RoutesChanged, Unreachable
 from support.database import Database
 from support.memory_broker import MemoryBroker
 from support.processes import wait_for
@@ -337,3 +339,26 @@ def test_unsent_events_are_lost_only_when_that_is_said_and_counted_in_the_decisi
     # What the reserved one had not looked at yet is its business now: rather seen twice than never.
     relay_once(database, NoRoute())
     assert parked(database) == [("-", "a", "no_route"), ("-", "b", "no_route")]
+
+
+def test_a_relay_that_comes_back_unchanged_waits_for_no_lock_on_the_destinations(database: Database) -> None:
+    known, new = destination(MemoryBroker()), destination(MemoryBroker(), "new")
+    with database.connect(autocommit=True) as conn, database.connect() as other:
+        known.register(conn)
+        conn.execute("SET lock_timeout = '100ms'")
+        other.execute("LOCK TABLE fencepost.destination IN ROW EXCLUSIVE MODE")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            new.register(conn)  # the control
+        known.register(conn)
+        other.rollback()
+        new.register(conn)
+
+
+def test_a_closed_destination_tells_a_loop_that_is_late(database: Database) -> None:
+    to = destination(MemoryBroker())
+    with database.connect(autocommit=True) as conn:
+        to.open(conn, time.monotonic() + 5)
+    assert to.publisher.send([], time.monotonic() + 5).result(1) == []  # the control
+    to.close(time.monotonic() + 5)
+    with pytest.raises(Unreachable, match="was closed"):
+        to.publisher.send([], time.monotonic() + 5)

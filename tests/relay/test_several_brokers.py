@@ -22,7 +22,7 @@ from support.relays import value
 from support.services import Services
 
 
-class Filed(Event, type="test.filed", version=1):
+class Filed(Event, type="test.several", version=1):
     """For RabbitMQ only."""
 
 

@@ -214,8 +214,8 @@ def parked(database: Database) -> list[tuple[str, str]]:
         return [(r[0], r[1]) for r in conn.execute("SELECT operation, reason FROM fencepost.parked ORDER BY seq")]
 
 
-@pytest.mark.parametrize("pool_size", [1])
-def test_it_works_behind_a_transaction_pooler_with_a_single_connection(
+@pytest.mark.parametrize("pool_size", [1, 4])
+def test_a_single_run_works_behind_a_transaction_pooler(
     database18: Database, broker: Broker, services: Services, pool_size: int
 ) -> None:
     route = broker.destination()

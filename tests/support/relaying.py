@@ -8,7 +8,7 @@ from conformance.on_kafka import OnKafka
 from fencepost.relay import outbox
 from fencepost.relay.destination import Destination
 from fencepost.relay.kafka import KafkaPublisher
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.parking import RetryPolicy
 from fencepost.relay.publisher import Publisher, Route
 from fencepost.relay.rabbitmq import RabbitPublisher

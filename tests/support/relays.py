@@ -13,7 +13,8 @@ import psycopg
 from fencepost.relay import outbox
 from fencepost.relay.delivery import Settled
 from fencepost.relay.destination import Destination, NoRoute
-from fencepost.relay.loop import Counters, DestinationLoop, Pace
+from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Counters, Pace
 from fencepost.relay.parking import RetryPolicy
 from fencepost.relay.publisher import Publisher, Route
 from fencepost.relay.slots import SlotLease

@@ -11,15 +11,20 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace, UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, Union, cast, get_args, get_origin, get_type_hints
 
-from fencepost.consumer.delivery import Delivery
 from fencepost.schemas import upcasts
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import ConfigError, Undecodable
 from fencepost.schemas.event import Event, registry, unknown_version
 
-__all__ = ["Arrived", "Reading"]
+__all__ = ["Arrived", "Arriving", "Reading", "resolved"]
+
+
+class Arriving(Protocol):
+    """What an envelope can be had from: a delivery, or a record of a history."""
+
+    def envelope(self) -> Envelope: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,11 @@ class Reading:
         annotation = parameters[1].annotation
         if annotation is inspect.Parameter.empty:
             return cls((), raw=False)
-        return cls._accepting(_resolved(handler, annotation))
+        return cls.accepting(resolved(handler, annotation))
 
     @classmethod
-    def _accepting(cls, annotation: object) -> Reading:
+    def accepting(cls, annotation: object) -> Reading:
+        """From what the handler is to be given, or ConfigError."""
         if annotation is Envelope:
             return cls((), raw=True)
         if annotation is Event or annotation is Any:
@@ -66,10 +72,10 @@ class Reading:
             )
         return cls(cast(tuple[type[Event], ...], tuple(classes)), raw=False)
 
-    def read(self, delivery: Delivery) -> Arrived:
+    def read(self, delivery: Arriving) -> Arrived:
         """Envelope, digest, then content; Undecodable at the first that fails."""
         envelope = delivery.envelope()
-        envelope.verify()
+        envelope.check()
         if self.raw:
             return Arrived(envelope, envelope)
         if not self.classes:
@@ -91,8 +97,8 @@ class Reading:
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _resolved(handler: Callable[..., object], annotation: object) -> object:
-    """Only this annotation is resolved: others may name what exists for type checkers alone."""
+def resolved(handler: Callable[..., object], annotation: object) -> object:
+    """The annotation as an object. Only this annotation is resolved: others may name what exists for type checkers alone."""
     if not isinstance(annotation, str):
         return annotation
     function = inspect.unwrap(handler)

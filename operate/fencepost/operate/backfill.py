@@ -21,7 +21,7 @@ from fencepost.operate.signals import draining
 from fencepost.relay import backfill as sending
 from fencepost.relay.backfill import Chosen, Sent, Span
 from fencepost.relay.destination import Destination
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import ConfigError, InvalidInput
 

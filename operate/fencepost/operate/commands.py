@@ -13,12 +13,14 @@ from fencepost.operate import (
     deadletters,
     doctor,
     effects,
+    grants,
     inbox,
     jobs,
     logs,
     migrate,
     parked,
     relay,
+    replay,
     retention,
     schemas,
     status,
@@ -46,6 +48,7 @@ app = typer.Typer(
     help="Transactional outbox, inbox and fenced jobs on PostgreSQL.",
 )
 app.add_typer(migrate.app, name="migrate")
+app.add_typer(grants.app, name="grants")
 relay.app.command("backfill")(backfill.backfill)
 relay.app.command("retention")(retention.retention)
 app.add_typer(relay.app, name="relay")
@@ -54,6 +57,7 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(consumer.app, name="consumer")
 app.add_typer(deadletters.app, name="deadletters")
 app.add_typer(inbox.app, name="inbox")
+app.command("replay")(replay.replay)
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
 app.add_typer(jobs.app, name="jobs")

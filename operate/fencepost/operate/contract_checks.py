@@ -9,7 +9,7 @@ from psycopg.errors import InsufficientPrivilege
 from psycopg.rows import scalar_row
 
 from fencepost.operate.findings import Finding, fail, ok, warn
-from fencepost.schemas import grants, migrate
+from fencepost.schemas import grants, migrate, privileges
 
 __all__ = ["definers", "encoding", "installed", "migrations", "pooler", "public", "roles", "server"]
 
@@ -127,13 +127,19 @@ def roles(conn: Connection[Any]) -> Finding:
     install, single, superuser = str(row[0]), bool(row[1]), bool(row[2])
     if single:
         return warn(
-            "roles", "not separated (single role): fine on a machine of your own; else migrate with --separate-roles"
+            "roles",
+            "not separated (single role): fine on a machine of your own; else `fencepost grants apply --separate-roles`",
         )
     names = [grants.role(install, name) for name in ("owner", *grants.ROLES)]
     have = {str(r[0]) for r in conn.execute(EXISTING_ROLES, {"names": names})}
     missing = [n for n in names if n not in have]
     if missing:
-        return fail("roles", f"{_names(missing)} missing; run `fencepost migrate`")
+        return fail("roles", f"{_names(missing)} missing; run `fencepost grants apply`")
+    if found := privileges.differences(conn, install):
+        return fail(
+            "roles",
+            f"{_names([str(d) for d in found])}; see `fencepost grants verify`, set right with `fencepost grants apply`",
+        )
     if superuser:
         return warn("roles", "separated, but this login is a superuser; run relay and workers with logins of their own")
     return ok("roles", f"separated, {len(names)} roles of installation {install}")

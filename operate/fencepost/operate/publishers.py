@@ -9,7 +9,7 @@ from typing import assert_never
 from fencepost.operate.settings import DestinationSettings, Settings
 from fencepost.relay.destination import Destination
 from fencepost.relay.kafka_options import checked_options
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Publisher, Route
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.schemas.errors import ConfigError

@@ -17,7 +17,7 @@ from fencepost.operate.publishers import maker_of
 from fencepost.operate.refusals import line_of
 from fencepost.operate.settings import DestinationSettings
 from fencepost.relay.destination import Destination, as_stored, source
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Inspectable, Place
 from fencepost.schemas.connect import address, connect
 from fencepost.schemas.errors import ConfigError, FencepostError

@@ -42,7 +42,7 @@ def record(
     """Appends the progress of every slot that moved and parks what was refused, in one commit, or raises `StaleSlot`.
 
     `parts` come in the order in which they were read; those of a slot that was lost meanwhile are left out. A slot's
-    progress ends before its first event without an answer. A page without rows of a slot is noted in memory only:
+    progress ends before its first event without an answer; what was confirmed beyond is noted in memory. A page without rows of a slot is noted in memory only:
     whoever owns the slot next finds the same nothing in it.
     """
     open_seqs = {item.row.seq for item in settled.unresolved}
@@ -52,11 +52,17 @@ def record(
     covered: set[int] = set()
     for part in parts:
         held = lease.held.get(part.slot)
-        if held is None or held.generation != part.generation or part.slot in cut:
+        if held is None or held.generation != part.generation:
+            continue
+        if part.slot in cut:
+            held.ahead.update(row.seq for row in part.rows if row.seq in settled.confirmed)
             continue
         done = part.rows if not open_seqs else tuple(takewhile(lambda row: row.seq not in open_seqs, part.rows))
+        if held.ahead:
+            held.ahead.difference_update(row.seq for row in done)
         if len(done) < len(part.rows):
             cut.add(part.slot)
+            held.ahead.update(row.seq for row in part.rows[len(done) :] if row.seq in settled.confirmed)
             after = Progress(part.before.acked, part.before.end, done[-1].seq) if done else None
         else:
             after = part.after

@@ -19,7 +19,7 @@ from psycopg import Connection
 
 from fencepost.relay.delivery import Delivery
 from fencepost.relay.destination import Destination
-from fencepost.relay.loop import Pace
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import OutboxRow, Outgoing
 from fencepost.schemas.envelope import REPLAYED
 from fencepost.schemas.errors import InvalidInput, StaleSlot, Unreachable

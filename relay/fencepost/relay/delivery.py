@@ -1,4 +1,4 @@
-"""Delivery of one batch: sent until every event has a definite answer, in order per key, with bounded waits."""
+"""Delivery of one batch: sent a few times until events have definite answers, in order per key, with bounded waits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from fencepost.relay.publisher import CONFIRMED, Answer, OutboxRow, Outcome, Out
 BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_CAP_SECONDS = 2.0
 
+# What is not confirmed after so many sends must not keep others waiting: they are read, and it is sent again with them.
+SENDS_AT_ONCE = 4
+# An event is set aside once so many sends had no confirm for it and one for a later event of another key.
+PASSED_OVER = 2
+PASSED_OVER_KNOWN = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class Overtaken:
@@ -30,7 +36,7 @@ class Overtaken:
 class Settled:
     """What became of a batch: how many were confirmed (and, unless all were, which), and what is set aside.
 
-    `unresolved` is empty unless delivery was told to stop or its lease ran out. Events of a lost slot are in none of them.
+    `unresolved` have no definite answer yet and are to be sent again. Events of a lost slot are in none of them.
     `overtaken` are events, confirmed in the end or not, that had no confirm when a later one of their key had its own; a
     parked one says so itself.
     """
@@ -46,6 +52,9 @@ class Settled:
 class Delivery:
     """Publishes batches through one publisher and never takes silence for success.
 
+    An event without a confirm is sent again. Where others, sent behind it and of other keys, are confirmed meanwhile, it
+    is set aside in the end, so that it keeps nobody but its key waiting: `nacked` (the broker stored it not) or
+    `unanswered`. Where nothing is confirmed, or only what was sent before it, the broker is away or slow: nothing is set aside.
     With `block` later events of a refused one's key are set aside behind it, without it they go on.
     """
 
@@ -69,6 +78,7 @@ class Delivery:
         self._drain_seconds = drain_seconds
         self._on_trouble = on_trouble
         self._block = block
+        self._passed: dict[int, int] = {}
 
     def send(self, batch: Sequence[Outgoing]) -> Future[list[Outcome]]:
         """Hands a batch to the broker; its answers are there after `confirm_seconds` at the latest."""
@@ -91,24 +101,36 @@ class Delivery:
         return outcomes.count(CONFIRMED) == len(outcomes) or all(o.answer is Answer.CONFIRMED for o in outcomes)
 
     def deliver(
-        self, batch: Sequence[Outgoing], first: Sequence[Outcome] | None = None, *, patience: float | None = None
+        self,
+        batch: Sequence[Outgoing],
+        first: Sequence[Outcome] | None = None,
+        *,
+        began: float | None = None,
+        patience: float | None = None,
     ) -> Settled:
-        """Settles every event of the batch (confirmed or set aside), or says which ones it could not.
+        """Settles the events of the batch (confirmed or set aside), and says which ones it could not.
 
-        `first` are the answers of a send that was made before. Renews the lease between sends and drops the events of a
-        slot that was lost: they are its new owner's. Gives up when the lease is about to end, when asked to stop and the
-        drain time is over, or after `patience` seconds. Events without an answer are sent again with the same bytes.
+        `first` are the answers of a send that was made before, `began` (monotonic) when. Renews the lease between sends
+        and drops the events of a slot that was lost: they are its new owner's. Events without a confirm are sent again
+        with the same bytes: a few times, as long as that takes less than half a confirm timeout; or for `patience`
+        seconds; or until the drain time is over once asked to stop. Gives up when the lease is about to end.
         """
         settled = Settled()
         if first is not None and self.all_confirmed(first):
             settled.published = len(batch)
+            if self._passed:
+                for item in batch:
+                    self._passed.pop(item.row.seq, None)
             return settled
         # Invariant: a key in `blocked` has an event set aside in this batch; the index is that of the earliest.
         blocked: dict[tuple[str, str], int] = {}
         overtaken: dict[int, Overtaken] = {}
+        said: dict[int, Outcome] = {}
         pending = list(batch)
-        attempt = 0
-        stop_at = None if patience is None else time.monotonic() + patience
+        sends = 0 if first is None else 1
+        now = time.monotonic()
+        stop_at = None if patience is None else now + patience
+        enough_at = (now if began is None else began) + self._confirm_seconds / 2
         while pending:
             if first is None:
                 if self._stop.is_set() and stop_at is None:
@@ -120,6 +142,8 @@ class Delivery:
                 if not pending or self._seconds_left() < self._confirm_seconds:
                     break
                 first = self.answered(self.send(pending), len(pending))
+                sends += 1
+            self._note_passed(pending, first)
             again: list[Outgoing] = []
             waiting: dict[tuple[str, str], list[OutboxRow]] = {}
             passed: dict[tuple[str, str], tuple[int, int]] = {}
@@ -131,8 +155,10 @@ class Delivery:
                 elif key in waiting:
                     passed[key] = len(waiting[key]), item.row.seq
                 if self._take(item, outcome, settled, blocked):
+                    self._passed.pop(item.row.seq, None)
                     continue
                 again.append(item)
+                said[item.row.seq] = outcome
                 trouble = trouble or f"{outcome.answer.value}: {outcome.detail}"
             for key, (count, by) in passed.items():
                 overtaken |= {row.seq: Overtaken(row, by) for row in waiting[key][:count]}
@@ -141,8 +167,11 @@ class Delivery:
             if pending:
                 settled.resent += len(pending)
                 self._on_trouble(trouble)
-                pause = min(BACKOFF_CAP_SECONDS, BACKOFF_FIRST_SECONDS * 2 ** min(attempt, 10))
-                attempt += 1
+                enough = sends >= SENDS_AT_ONCE or time.monotonic() >= enough_at
+                if enough and stop_at is None and not self._stop.is_set():
+                    pending = self._set_aside(pending, said, settled)
+                    break
+                pause = min(BACKOFF_CAP_SECONDS, BACKOFF_FIRST_SECONDS * 2 ** min(max(0, sends - 1), 10))
                 self._pause(pause * (0.5 + random.random() / 2))
         settled.unresolved = pending
         for n, parked in enumerate(settled.parked):
@@ -151,6 +180,47 @@ class Delivery:
                 settled.parked[n] = replace(parked, overtaken_by=found.overtaken_by)
         settled.overtaken = list(overtaken.values())
         return settled
+
+    def _note_passed(self, batch: Sequence[Outgoing], outcomes: Sequence[Outcome]) -> None:
+        """Counts the first events of keys without a confirm in a send that confirmed a later event of another key."""
+        # The last confirmed event, and the last one of any other key.
+        last, last_key, other = -1, ("", ""), -1
+        heads: dict[tuple[str, str], int] = {}
+        for n, (item, outcome) in enumerate(zip(batch, outcomes, strict=True)):
+            key = (item.row.tenant, item.row.ordering_key)
+            if outcome.answer is Answer.CONFIRMED:
+                if key != last_key:
+                    last_key, other = key, last
+                last = n
+            else:
+                heads.setdefault(key, n)
+        if len(self._passed) + len(heads) > PASSED_OVER_KNOWN:
+            # Forgotten, they are counted anew.
+            self._passed.clear()
+        for key, n in heads.items():
+            if n < (other if key == last_key else last):
+                seq = batch[n].row.seq
+                self._passed[seq] = self._passed.get(seq, 0) + 1
+
+    def _set_aside(self, pending: list[Outgoing], said: dict[int, Outcome], settled: Settled) -> list[Outgoing]:
+        """Parks the events that others get past, with what waits behind them; returns the rest."""
+        left: list[Outgoing] = []
+        waiting: set[tuple[str, str]] = set()
+        aside: set[tuple[str, str]] = set()
+        for item in pending:
+            key = (item.row.tenant, item.row.ordering_key)
+            outcome = said[item.row.seq]
+            if key in aside:
+                settled.parked.append(Parking(item.row, ParkReason.BEHIND, outcome.answer.value))
+            elif key in waiting or self._passed.get(item.row.seq, 0) < PASSED_OVER:
+                left.append(item)
+                waiting.add(key)
+            else:
+                reason = ParkReason.NACKED if outcome.answer is Answer.NACKED else ParkReason.UNANSWERED
+                settled.parked.append(Parking(item.row, reason, outcome.detail))
+                aside.add(key)
+                del self._passed[item.row.seq]
+        return left
 
     def _pause(self, seconds: float) -> None:
         """Ends early when told to stop, once; while draining it lasts."""

@@ -146,8 +146,13 @@ class Destination:
             raise
 
     def made(self) -> Publisher:
-        """The broker's client; `open` came first."""
-        assert self._made is not None
+        """The broker's client; `open` came first. Raises `Unreachable` once it was closed."""
+        if self._made is None:
+            raise Unreachable(
+                f"destination {self.name} was closed",
+                field=f"destinations.{self.name}",
+                hint="it is opened at the start",
+            )
         return self._made
 
     @property

@@ -22,12 +22,14 @@ log = logging.getLogger("fencepost.relay")
 
 LISTEN: LiteralString = "LISTEN fencepost"
 DOZE: LiteralString = "SELECT fencepost.doze(make_interval(secs => %(seconds)s))"
+THERE: LiteralString = "SELECT"
 RUNG: LiteralString = "SELECT fencepost.rung(%(mark)s)"
 
 DOZE_AFTER_SECONDS = 0.1
 MARGIN_SECONDS = 1.0
 HEAR_SECONDS = 0.5
 AGAIN_SECONDS = 2.0
+ASK_SECONDS = 5.0
 LONGEST_SECONDS = 300.0
 # While a writer is open that may not have seen the mark: pauses from the first to the longest.
 WRITER_FIRST_SECONDS = 0.02
@@ -88,7 +90,12 @@ class Doorbell:
                 self._ended.wait(AGAIN_SECONDS)
 
     def _hear(self, conn: Connection[Any]) -> None:
+        asked = time.monotonic()
         while not self._ended.is_set():
+            if time.monotonic() - asked > ASK_SECONDS:
+                # A connection that died without a sign would never ring again.
+                conn.execute(THERE)
+                asked = time.monotonic()
             marks = {found.payload for found in conn.notifies(timeout=HEAR_SECONDS, stop_after=1)}
             if marks:
                 self._ring(listening=True)

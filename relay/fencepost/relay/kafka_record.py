@@ -6,8 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import cast
 
-from fencepost.relay.publisher import Answer, OutboxRow, Outcome, ParkReason
+from fencepost.relay.publisher import UNKNOWN_VERSION, Answer, OutboxRow, Outcome, ParkReason
 from fencepost.relay.structured import Mode, document
+from fencepost.schemas.digest import TAG
+from fencepost.schemas.envelope import CONTENT_TYPE
 from fencepost.schemas.errors import FencepostError
 from fencepost.schemas.kafka_binding import STRUCTURED_HEADERS, encoder
 from fencepost.schemas.kafka_binding import key as kafka_key
@@ -44,11 +46,13 @@ class Records:
             ordering_key,
             digest,
             time,
-            _,
+            content_type,
             extra,
             payload,
             ref,
         ) = row
+        if digest[:1] != TAG or content_type != CONTENT_TYPE:
+            return UNKNOWN_VERSION
         try:
             if not payload:
                 raise ValueError("an empty payload would be a tombstone")

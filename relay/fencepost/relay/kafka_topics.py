@@ -22,6 +22,7 @@ from fencepost.schemas.errors import ConfigError, Unreachable
 
 ASK_SECONDS = 2.0
 LIMIT_SECONDS = 0.5
+LIMIT_AGAIN_SECONDS = 60.0
 RECHECK_MISSING_SECONDS = 1.0
 SECOND_LOOK_SECONDS = 0.2
 TOPICS_MAX = 10_000
@@ -82,7 +83,7 @@ class Topics:
         self._known: dict[str, Topic] = {}
         self._largest: dict[str, int | None] = {}
         self._admin: _Admin | None = None
-        self._limits_told = True
+        self._limits_from = 0.0
 
     def find(self, producer: Producer, name: str, until: float) -> Topic | None:
         """The topic, or None when the broker did not answer by `until` and nothing was known before."""
@@ -162,8 +163,8 @@ class Topics:
         return None
 
     def _limit(self, name: str, until: float) -> int | None:
-        """`max.message.bytes`, if this login may read it; a broker that once did not answer is not waited for again."""
-        if not self._limits_told:
+        """`max.message.bytes`, if this login may read it; a broker that did not answer is not waited for again for a minute."""
+        if time.monotonic() < self._limits_from:
             return None
         wait = min(LIMIT_SECONDS, until - time.monotonic())
         if wait <= 0:
@@ -173,7 +174,7 @@ class Topics:
             answers = self._administrator().describe_configs([resource], request_timeout=ASK_SECONDS)
             entry = next(iter(answers.values())).result(wait).get("max.message.bytes")
         except TimeoutError:
-            self._limits_told = False
+            self._limits_from = time.monotonic() + LIMIT_AGAIN_SECONDS
             return None
         except KafkaException:
             return None

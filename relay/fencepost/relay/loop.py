@@ -11,90 +11,32 @@ import logging
 import random
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Container, Generator
+from collections import deque
+from collections.abc import Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
-from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
 from psycopg import Connection
 
-from fencepost.relay import acks, parking
+from fencepost.relay import acks
 from fencepost.relay.delivery import Delivery, Settled
 from fencepost.relay.destination import Destination, NoRoute
 from fencepost.relay.doorbell import DOZE_AFTER_SECONDS, Doorbell, Sleeper
+from fencepost.relay.flights import Flight, sort_out
+from fencepost.relay.pace import Counters, Pace
 from fencepost.relay.pages import PageReader, Part, newest_tick
-from fencepost.relay.publisher import OutboxRow, Outcome, Outgoing, ParkReason, Route
+from fencepost.relay.publisher import Outcome
+from fencepost.relay.retries import RETRY_LOOK_SECONDS, Retries
 from fencepost.relay.slots import SlotLease, slot_count
 from fencepost.schemas.connect import connect
-from fencepost.schemas.errors import ConfigError, FencepostError, NotArmed, StaleSlot, Unreachable, WitnessMismatch
+from fencepost.schemas.errors import FencepostError, NotArmed, StaleSlot, Unreachable, WitnessMismatch
 
 log = logging.getLogger("fencepost.relay")
 
-RETRY_LOOK_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Times of a relay, in seconds, and its limits.
-
-    `lease` bounds how long a dead relay holds its slots; `confirm` how long one send may wait for the broker; `poll_min`
-    and `poll_max` the adaptive pause when nothing is new; `drain` the time to finish after a stop; `answer` how long the
-    database may take over one statement. About `batch` events are read at once (where all slots have some), `ahead` batches may wait for their confirms.
-    Progress of a slot without events is recorded every `record` seconds; `recycle` is the pause between two looks for
-    what can be recycled.
-    """
-
-    lease: float = 30.0
-    refresh: float = 2.0
-    confirm: float = 10.0
-    poll_min: float = 0.005
-    poll_max: float = 0.5
-    drain: float = 10.0
-    answer: float = 15.0
-    batch: int = 2000
-    ahead: int = 4
-    record: float = 60.0
-    recycle: float = 5.0
-    retry: parking.RetryPolicy = field(default_factory=parking.RetryPolicy)
-
-    def __post_init__(self) -> None:
-        if self.lease <= self.confirm + self.refresh:
-            raise ConfigError(
-                "the lease is not longer than one confirm and one refresh together",
-                field="lease",
-                hint="raise the lease, or lower the confirm timeout: what is sent must be answered while the lease lasts",
-            )
-
-
-@dataclass(slots=True)
-class Counters:
-    """What this loop did since it started."""
-
-    published: int = 0
-    parked: int = 0
-    resent: int = 0
-    pages: int = 0
-    acks: int = 0
-    lost_slots: int = 0
-    overtaken: int = 0
-    reasons: Counter[ParkReason] = field(default_factory=Counter[ParkReason])
-    trouble: str = ""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """Parts whose events were handed to the broker together; `aside` is what was set aside without asking it."""
-
-    parts: list[Part]
-    batch: list[Outgoing]
-    aside: list[parking.Parking]
-    answers: Future[list[Outcome]]
+SLOT_PAUSE_SECONDS = 0.1
+SLOT_PAUSE_CAP_SECONDS = 2.0
 
 
 class DestinationLoop:
@@ -122,12 +64,11 @@ class DestinationLoop:
         self._refresh_at = 0.0
         self._leaving: set[int] = set()
         self._reader: PageReader | None = None
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._reading: Future[list[Part]] | None = None
         self._said = ""
         self._patience: float | None = None
         self._until: tuple[int, int] | None = None
-        self._retry_at = 0.0
         self._routed: tuple[int, int] | None = None
         self._look_at = 0.0
         self._conn: Connection[Any] | None = None
@@ -140,6 +81,14 @@ class DestinationLoop:
             drain_seconds=pace.drain,
             on_trouble=self._trouble,
             block=destination.blocks,
+        )
+        self._retries = Retries(
+            destination,
+            self._lease,
+            self._delivery,
+            pace.retry,
+            confirm_seconds=pace.confirm,
+            unrecorded=lambda: (p for flight in self._flights for p in flight.aside),
         )
 
     def run(self, *, once: bool = False) -> None:
@@ -180,7 +129,7 @@ class DestinationLoop:
     @property
     def in_flight(self) -> int:
         """How many events were handed to the broker and have no recorded answer yet."""
-        return sum(len(flight.batch) for flight in list(self._flights))
+        return sum(len(flight.batch) for flight in list(self._flights)) + self._retries.in_flight
 
     @contextlib.contextmanager
     def _connected(self) -> Generator[tuple[Connection[Any], ThreadPoolExecutor, Connection[Any]]]:
@@ -217,7 +166,8 @@ class DestinationLoop:
                 self._renew(conn, reading)
                 self._hand_over(conn)
                 acks.record_noted(conn, self._lease, seconds=self._pace.record)
-                busy = self._retry_parked(conn)
+                busy = self._settle_retries(conn)
+                busy = self._retries.send(conn) or busy
                 busy = self._send() or busy
                 busy = self._read_ahead(conn, worker) or busy
                 busy = self._settle(conn) or busy
@@ -228,11 +178,12 @@ class DestinationLoop:
                 self._start_over()
                 continue
             if busy:
-                self._said = ""
+                if self._said and not any(held.doubts for held in self._lease.held.values()):
+                    self._said = ""
                 pause = self._pace.poll_min
                 if self._sleeper is not None:
                     self._sleeper.awake()
-            elif self._flights or self._reading is not None:
+            elif self._flights or self._reading is not None or self._retries.answers is not None:
                 # Events that commit meanwhile do not wait for these confirms.
                 self._await(pause)
                 pause = min(self._pace.poll_max, pause * 1.5)
@@ -253,7 +204,7 @@ class DestinationLoop:
             self._stop.wait(pause)
             return False
         due = self._refresh_at - time.monotonic()
-        if any(slot.keys for slot in held.values()):
+        if any(slot.keys or slot.doubts for slot in held.values()):
             due = min(due, RETRY_LOOK_SECONDS)
         return self._sleeper.rest(conn, max(0.0, min(self._pace.poll_max, due)))
 
@@ -264,24 +215,26 @@ class DestinationLoop:
         now = time.monotonic()
         if now >= self._refresh_at:
             self._refresh_at = now + self._pace.refresh
-            era = self._lease.era
             _, surplus = self._lease.refresh(conn)
             self._leaving = set(surplus)
-            if reading is not None and (self._reader is None or era != self._lease.era):
-                self._reader = PageReader(
-                    reading,
-                    self._lease.era,
-                    rows_per_slot=self._rows_per_slot(),
-                    rows_in_all=self._pace.batch,
-                    payloads=self.destination.publishes,
-                )
-            self._load_keys(conn)
+            self._retries.load_keys(conn)
             self.destination.reload(conn)
+        if reading is not None and (self._reader is None or self._reader.era != self._lease.era):
+            if self._reader is not None:
+                # What was read and sent under the old era belongs to no progress of ours.
+                self._start_over()
+            self._reader = PageReader(
+                reading,
+                self._lease.era,
+                rows_per_slot=self._rows_per_slot(),
+                rows_in_all=self._pace.batch,
+                payloads=self.destination.publishes,
+            )
 
     def _hand_over(self, conn: Connection[Any]) -> None:
         """Gives surplus slots to others once nothing of them is under way."""
         if self._leaving and self._reading is None:
-            under_way = {part.slot for flight in self._flights for part in flight.parts}
+            under_way = {part.slot for flight in self._flights for part in flight.parts} | self._retries.slots
             if free := self._leaving - under_way:
                 # Crash here: [S1] nothing of these slots is under way; others take them once our lease has run out.
                 self._lease.release(conn, sorted(free))
@@ -295,21 +248,11 @@ class DestinationLoop:
         assert self._conn is not None
         self.progressed_at = time.monotonic()
         under_way = {slot: held.generation for slot, held in self._lease.held.items()}
+        era = self._lease.era
         self._renew(self._conn)
+        if self._lease.era != era:
+            return set()
         return {s for s, held in self._lease.held.items() if under_way.get(s) == held.generation}
-
-    def _load_keys(self, conn: Connection[Any], changed: Container[int] = ()) -> None:
-        """Looks again which keys wait, in slots that are new to us, that we `changed`, and where an operator acted."""
-        if not self._lease.holds_keys or not self._lease.held:
-            return
-        known = {slot: -1 if slot in changed else held.acts for slot, held in self._lease.held.items()}
-        for slot, (acts, keys) in parking.held_keys(conn, self.destination.name, known).items():
-            held = self._lease.held[slot]
-            held.acts = acts
-            # Invariant: what was set aside and is not recorded yet still holds its key; nothing of it is sent meanwhile.
-            held.keys = keys.union(
-                (p.row.tenant, p.row.ordering_key) for f in self._flights for p in f.aside if p.row.slot == slot
-            )
 
     def _start_over(self) -> None:
         """Forgets what was read and sent but not recorded; the recorded progress tells where to go on."""
@@ -326,14 +269,17 @@ class DestinationLoop:
         for flight in self._flights:
             flight.answers.add_done_callback(_looked_at)
         self._flights.clear()
+        self._retries.abandon()
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
     def _read_ahead(self, conn: Connection[Any], worker: ThreadPoolExecutor) -> bool:
         """Starts to read the next parts; pages without rows to publish are settled at once."""
-        if self._reading is not None or len(self._flights) >= self._pace.ahead or not self._lease.held:
+        ahead = max(2, self._pace.ahead) if self._flights and self._flights[0].doubtful else self._pace.ahead
+        if self._reading is not None or len(self._flights) >= ahead or not self._lease.held:
             return False
-        held = {s: h for s, h in self._lease.held.items() if s not in self._leaving}
+        now = time.monotonic()
+        held = {s: h for s, h in self._lease.held.items() if s not in self._leaving and h.not_before <= now}
         if self.destination.routes_everything and self._until is None:
             # There is nothing to find here, only old ticks to let go.
             if time.monotonic() < self._look_at:
@@ -375,40 +321,29 @@ class DestinationLoop:
             return False
         if self._lease.seconds_left() < self._pace.confirm:
             return False
-        parts = [p for p in self._reading.result() if self._lease.generation(p.slot) == p.generation]
+        # A slot that was stopped meanwhile goes on from somewhere else.
+        parts = [
+            p
+            for p in self._reading.result()
+            if self._lease.generation(p.slot) == p.generation and self._lease.held[p.slot].read == p.before
+        ]
         self._reading = None
-        batch: list[Outgoing] = []
-        aside: list[parking.Parking] = []
-        for part in parts:
-            held = self._lease.held[part.slot]
-            held.read = part.after.copy()
-            types = set(map(_TYPE, part.rows))
-            routes = {type_: self.destination.route(type_) for type_ in types}
-            if len(types) == 1 and not held.keys:
-                ((type_, route),) = routes.items()
-                if route is not None and self.destination.answers_throughout(type_, part.rows):
-                    batch += map(_OUTGOING, zip(part.rows, repeat(route), strict=False))
-                    continue
-            for row in part.rows:
-                if not self.destination.answers_for(row.type, row.seq):
-                    continue
-                route = routes[row.type]
-                if route is None:
-                    aside.append(parking.Parking(row, ParkReason.NO_ROUTE))
-                    if self.destination.blocks:
-                        held.keys.add((row.tenant, row.ordering_key))
-                elif held.keys and self.destination.blocks and (row.tenant, row.ordering_key) in held.keys:
-                    aside.append(parking.Parking(row, ParkReason.BEHIND))
-                else:
-                    batch.append(Outgoing(row, route))
+        # Events that stopped their slots come first: what overtakes them in this send is told from what was merely sooner.
+        parts.sort(key=lambda part: -self._lease.held[part.slot].doubts)
+        doubtful = any(self._lease.held[part.slot].doubts for part in parts)
+        batch, aside = sort_out(parts, self._lease, self.destination)
         # Crash here: [B1] read and not sent: whoever owns the slots next reads it again.
-        self._flights.append(_Flight(parts, batch, aside, self._delivery.send(batch)))
+        self._flights.append(Flight(parts, batch, aside, time.monotonic(), self._delivery.send(batch), doubtful))
         # Crash here: [B2] handed over, stored or not: the slots' next owner sends all of it again, same bytes.
         return True
 
     def _settle(self, conn: Connection[Any]) -> bool:
         """Records the oldest flights whose events all have an answer; anything but a confirm is settled in order first."""
-        done: list[_Flight] = []
+        flights = self._flights
+        if len(flights) == 1 and flights[0].doubtful and self._reading is not None and not self._stop.is_set():
+            # A stopped slot's page may end with the very event that stopped it: what comes after it goes along.
+            return False
+        done: list[Flight] = []
         while self._flights and self._flights[0].answers.done():
             done.append(self._flights.popleft())
         if not done:
@@ -420,28 +355,56 @@ class DestinationLoop:
             outcomes += [self._delivery.answered(flight.answers, len(flight.batch)) for flight in self._flights]
             self._flights.clear()
         batch = [item for flight in done for item in flight.batch]
-        settled = self._delivery.deliver(batch, [o for found in outcomes for o in found], patience=self._patience)
-        settled.parked += [p for flight in done for p in flight.aside]
+        parts = [part for flight in done for part in flight.parts]
+        aside = [p for flight in done for p in flight.aside]
+        era = self._lease.era
+        settled = self._delivery.deliver(
+            batch, [o for found in outcomes for o in found], began=done[0].sent_at, patience=self._patience
+        )
+        if self._lease.era != era:
+            # These ticks are not of the era that the slots go on in.
+            return True
+        settled.parked += aside
         # Crash here: [A1] confirmed and not recorded: the slots' next owner sends it again, same bytes.
-        self._record(conn, [part for flight in done for part in flight.parts], settled)
-        if settled.unresolved:
-            self._unresolved()
-        return True
-
-    def _unresolved(self) -> None:
-        """What has no answer stays in the outbox: read again from the recorded progress."""
-        self._start_over()
-        if self._patience is not None:
+        self._record(conn, parts, settled)
+        stopped = {item.row.slot for item in settled.unresolved}
+        if stopped and self._patience is not None:
+            self._start_over()
             raise Unreachable(
                 f"the broker of destination {self.destination.name} confirmed only a part: {self.counters.trouble}",
                 field=f"destinations.{self.destination.name}",
                 hint="what was not confirmed stays in the outbox; run again when the broker is back",
             )
+        self._pause_slots({part.slot for part in parts}, stopped)
+        if not stopped.isdisjoint(p.row.slot for p in aside):
+            # What of it was not recorded comes again, and holds its key only from there.
+            self._retries.load_keys(conn, stopped)
+        return True
+
+    def _pause_slots(self, slots: set[int], stopped: set[int]) -> None:
+        """Slots with an event that has no answer are read again from their recorded progress, after a growing pause."""
+        for slot in slots:
+            held = self._lease.held.get(slot)
+            if held is None:
+                continue
+            if slot in stopped:
+                held.read = held.progress.copy()
+                pause = min(SLOT_PAUSE_CAP_SECONDS, SLOT_PAUSE_SECONDS * 2 ** min(held.doubts, 10))
+                held.not_before = time.monotonic() + pause * (0.5 + random.random() / 2)
+                held.doubts += 1
+            elif held.doubts:
+                held.doubts = 0
+
+    def _settle_retries(self, conn: Connection[Any]) -> bool:
+        """Records what became of parked events that were sent again."""
+        published = self._retries.settle(conn)
+        self.counters.published += published or 0
+        return published is not None
 
     def _await(self, seconds: float) -> None:
-        pending: list[Future[Any]] = [flight.answers for flight in list(self._flights)[:1]]
-        if self._reading is not None and not self._reading.done():
-            pending.append(self._reading)
+        found: list[Future[Any] | None] = [flight.answers for flight in list(self._flights)[:1]]
+        found += [self._reading, self._retries.answers]
+        pending = [future for future in found if future is not None and not future.done()]
         if pending:
             wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
         else:
@@ -452,9 +415,10 @@ class DestinationLoop:
         # Crash here: [D1] told to stop: what was sent and not recorded is sent again, as after any other kill.
         until = time.monotonic() + self._pace.drain
         with contextlib.suppress(StaleSlot):
-            while self._flights:
+            while self._flights or self._retries.answers is not None:
                 self._await(max(0.05, min(1.0, until - time.monotonic())))
                 self._renew(conn)
+                self._settle_retries(conn)
                 self._settle(conn)
                 if time.monotonic() >= until + self._pace.confirm:
                     return
@@ -477,55 +441,12 @@ class DestinationLoop:
             )
         self.counters.reasons.update(recorded.reasons)
 
-    # -- parked events -----------------------------------------------------------------------------------------------
-
-    def _retry_parked(self, conn: Connection[Any]) -> bool:
-        """Publishes parked events whose time has come, in the order of their keys; where keys wait, one of each."""
-        slots = [s for s, held in self._lease.held.items() if held.keys]
-        if not slots or time.monotonic() < self._retry_at:
-            return False
-        self._retry_at = time.monotonic() + RETRY_LOOK_SECONDS
-        items = parking.due(conn, self.destination.name, slots, each=not self.destination.blocks)
-        if not items:
-            return False
-        routed = [(item.row, self.destination.route(item.row.type)) for item in items]
-        batch = [Outgoing(row, route) for row, route in routed if route is not None]
-        settled = self._delivery.deliver(batch, patience=self._patience)
-        refused = {p.row.seq: (p.reason, p.detail) for p in settled.parked}
-        # Their route went since they were parked: an operator decides, nothing else is kept waiting by them.
-        refused |= {row.seq: (ParkReason.NO_ROUTE, "") for row, route in routed if route is None}
-        known = [item for item in items if item.row.seq in settled.confirmed or item.row.seq in refused]
-        for item in known:
-            # Crash here: [Q1] published and still parked: the slot's next owner sends it again, same bytes.
-            generation = self._lease.generation(item.row.slot)
-            if generation is None:
-                continue
-            parking.record_retry(
-                conn,
-                self.destination.name,
-                self.owner,
-                generation,
-                item,
-                refused=refused.get(item.row.seq),
-                policy=self._pace.retry,
-            )
-        self.counters.published += settled.published
-        self._load_keys(conn, {i.row.slot for i in known})
-        if known:
-            self._retry_at = 0.0
-        return bool(known)
-
     def _trouble(self, what: str) -> None:
         self.counters.trouble = what
         if what != self._said:
             self._said = what
             name = self.destination.name
             log.warning("destination %s waits: %s", name, what, extra={"destination": name})
-
-
-# Events by the hundred thousand: these run without a Python frame for each.
-_TYPE: Callable[[OutboxRow], str] = itemgetter(OutboxRow._fields.index("type"))
-_OUTGOING = cast(Callable[[tuple[OutboxRow, Route]], Outgoing], partial(tuple.__new__, Outgoing))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _looked_at(answers: Future[list[Outcome]]) -> None:

@@ -143,7 +143,7 @@ class PageReader:
         payloads: bool = True,
     ) -> None:
         self._conn = conn
-        self._era = era
+        self.era = era
         self._least = rows_per_slot
         self._most = rows_in_all
         self._rows = rows_per_slot
@@ -186,7 +186,7 @@ class PageReader:
         if start.n == end.n or start.sees_all_below_its_hint:
             return {}
         if (start.n, end.n) not in self._late:
-            found = self._conn.execute(LATE_FROM, {"era": self._era, "start": start.n, "end": end.n}).fetchall()
+            found = self._conn.execute(LATE_FROM, {"era": self.era, "start": start.n, "end": end.n}).fetchall()
             self._late[start.n, end.n] = dict(found)
         return self._late[start.n, end.n]
 
@@ -258,7 +258,7 @@ class PageReader:
             del self._late[pair]
         missing = [n for n in numbers if n not in self._ticks]
         if missing:
-            for row in self._conn.execute(TICKS, {"era": self._era, "numbers": missing}):
+            for row in self._conn.execute(TICKS, {"era": self.era, "numbers": missing}):
                 self._ticks[row[0]] = Tick(*row)
             if not numbers <= self._ticks.keys():
                 # Only ticks that no recorded progress needs are purged, so these slots went on without us.

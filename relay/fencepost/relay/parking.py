@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, LiteralString
@@ -22,7 +22,7 @@ LEFT JOIN LATERAL (SELECT DISTINCT p.tenant, p.ordering_key FROM fencepost.parke
 # now() and not clock_timestamp(), which no index could be asked for.
 DUE: LiteralString = """
 SELECT k.slot, k.seq, k.event_id::text, k.tenant, k.operation, k.type, k.version, k.epoch, k.ordering_key, k.digest, k.recorded_at,
-       k.content_type, k.attributes::text, k.payload, k.reference, k.attempts
+       k.content_type, k.attributes::text, k.payload, k.reference, k.attempts, k.reason
 FROM fencepost.parked AS k
 WHERE k.destination = %(destination)s AND k.slot = ANY (%(slots)s) AND k.next_try_at <= now()
   AND (%(each)s OR NOT EXISTS (SELECT FROM fencepost.parked AS e
@@ -33,11 +33,26 @@ RETRIED: LiteralString = """
 SELECT fencepost.retried(%(destination)s, %(owner)s, %(slot)s, %(generation)s, %(tenant)s, %(ordering_key)s, %(seq)s,
     %(published)s, %(reason)s, %(detail)s, %(retry)s)"""
 
+FREE: LiteralString = """
+SELECT u.slot, u.tenant, u.ordering_key
+FROM unnest(%(slots)s::integer[], %(tenants)s::text[], %(keys)s::text[]) AS u (slot, tenant, ordering_key)
+WHERE NOT EXISTS (SELECT FROM fencepost.parked AS p
+                  WHERE p.destination = %(destination)s AND p.slot = u.slot AND p.tenant = u.tenant
+                    AND p.ordering_key = u.ordering_key)"""
+
 DUE_AT_ONCE = 100
 
-# What may mend itself (a binding, a topic, a permission appears) is tried again; the rest waits for an operator.
+# What may mend itself (a binding, a topic, a permission appears, a queue is drained) is tried again; the rest waits for an
+# operator.
 MENDABLE = frozenset(
-    {ParkReason.UNROUTABLE, ParkReason.NO_SUCH_EXCHANGE, ParkReason.NO_SUCH_TOPIC, ParkReason.NOT_AUTHORISED}
+    {
+        ParkReason.UNROUTABLE,
+        ParkReason.NO_SUCH_EXCHANGE,
+        ParkReason.NO_SUCH_TOPIC,
+        ParkReason.NOT_AUTHORISED,
+        ParkReason.NACKED,
+        ParkReason.UNANSWERED,
+    }
 )
 
 
@@ -57,6 +72,7 @@ class Due:
 
     row: OutboxRow
     attempts: int
+    reason: ParkReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +84,11 @@ class RetryPolicy:
 
     def after(self, reason: ParkReason, attempts: int) -> timedelta | None:
         """None where only an operator can help."""
-        if reason not in MENDABLE:
-            return None
-        return timedelta(seconds=min(self.cap, self.base * 2 ** min(attempts - 1, 16)))
+        return self.pause(attempts) if reason in MENDABLE else None
+
+    def pause(self, attempts: int) -> timedelta:
+        """After so many attempts without success."""
+        return timedelta(seconds=min(self.cap, self.base * 2 ** max(0, min(attempts - 1, 16))))
 
 
 def held_keys(
@@ -86,11 +104,20 @@ def held_keys(
     return found
 
 
+def free_keys(
+    conn: Connection[Any], destination: str, keys: Iterable[tuple[int, str, str]]
+) -> list[tuple[int, str, str]]:
+    """Those of these keys (slot, tenant, ordering key) that no parked event holds back any more."""
+    slots, tenants, names = zip(*keys, strict=True)
+    values = {"destination": destination, "slots": list(slots), "tenants": list(tenants), "keys": list(names)}
+    return conn.execute(FREE, values).fetchall()
+
+
 def due(conn: Connection[Any], destination: str, slots: list[int], *, each: bool = False) -> list[Due]:
     """What may be tried again now, in the order of the sequence: heads of keys, or with `each` every event on its own."""
     with conn.cursor(binary=True) as cursor:
         cursor.execute(DUE, {"destination": destination, "slots": slots, "each": each, "most": DUE_AT_ONCE})
-        found = [Due(OutboxRow._make(r[:-1]), r[-1]) for r in cursor.fetchall()]
+        found = [Due(OutboxRow._make(r[:-2]), r[-2], ParkReason(r[-1])) for r in cursor.fetchall()]
     return sorted(found, key=lambda item: item.row.seq)
 
 
@@ -102,7 +129,7 @@ def record_retry(
     item: Due,
     *,
     refused: tuple[ParkReason, str] | None,
-    policy: RetryPolicy,
+    retry: timedelta | None,
 ) -> None:
     """Published ones leave the parked table, and the key flows again with its last one; raises `StaleSlot`."""
     row = item.row
@@ -119,6 +146,6 @@ def record_retry(
             "published": refused is None,
             "reason": None if refused is None else refused[0].value,
             "detail": "" if refused is None else refused[1][:500],
-            "retry": None if refused is None else policy.after(refused[0], item.attempts + 1),
+            "retry": retry,
         },
     )

@@ -59,7 +59,7 @@ class Outgoing(NamedTuple):
 
 
 class ParkReason(StrEnum):
-    """Why an event was set aside; every one of them is a definite answer."""
+    """Why an event was set aside; a definite answer, but for `unanswered`: that one may have arrived, and is sent again."""
 
     UNROUTABLE = "unroutable"
     NO_ROUTE = "no_route"
@@ -68,6 +68,9 @@ class ParkReason(StrEnum):
     TOO_LARGE = "too_large"
     NOT_AUTHORISED = "not_authorised"
     UNDECODABLE = "undecodable"
+    UNKNOWN_VERSION = "unknown_version"
+    NACKED = "nacked"
+    UNANSWERED = "unanswered"
     BEHIND = "behind"
     OVERTAKEN = "overtaken"
 
@@ -77,8 +80,8 @@ class Answer(StrEnum):
 
     confirmed: the broker's own confirm of that event arrived.
     refused: a definite no; the event is parked with its reason.
-    nacked: a definite "not stored"; sent again.
-    unknown: timed out, closed or cut; sent again with the same bytes, a duplicate is possible.
+    nacked: a definite "not stored"; sent again, in the end as a parked one if others get through meanwhile.
+    unknown: timed out, closed or cut; sent again likewise, with the same bytes, a duplicate is possible.
     withheld: not sent, because an earlier event of its key has no confirm.
     """
 
@@ -99,6 +102,8 @@ class Outcome(NamedTuple):
 
 CONFIRMED = Outcome(Answer.CONFIRMED)
 WITHHELD = Outcome(Answer.WITHHELD)
+UNKNOWN_VERSION = Outcome(Answer.REFUSED, ParkReason.UNKNOWN_VERSION, "digest or content type")
+"""Of a row whose digest or content is of a kind that this version does not know: it would be sent under a wrong name."""
 
 
 class Publisher(Protocol):

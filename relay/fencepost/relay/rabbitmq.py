@@ -18,12 +18,13 @@ import aiormq
 from aiormq import spec
 
 from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
-from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Place, Route
+from fencepost.relay.publisher import CONFIRMED, UNKNOWN_VERSION, Answer, Outcome, Outgoing, ParkReason, Place, Route
 from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
 from fencepost.relay.rabbitmq_refusals import unreachable
 from fencepost.relay.structured import Mode, document
 from fencepost.schemas import amqp_binding, json_format
+from fencepost.schemas.digest import TAG
 from fencepost.schemas.envelope import CONTENT_TYPE
 from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
 
@@ -365,9 +366,13 @@ class RabbitPublisher:
     def _message(self, event: Outgoing) -> tuple[bytes, spec.Basic.Properties] | Outcome:
         """Body and properties, or the refusal of a row that can never become a message."""
         row = event.row
+        if row.digest[:1] != TAG or row.content_type != CONTENT_TYPE:
+            return UNKNOWN_VERSION
         headers: dict[str, str] = {}
         body, content_type = row.payload, CONTENT_TYPE
         try:
+            if not row.payload:
+                raise ValueError("an event without a payload is none")
             if self._structured:
                 body, content_type = document(row, self._source), json_format.STRUCTURED
             else:

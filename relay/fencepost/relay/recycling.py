@@ -35,6 +35,8 @@ STEPS_PER_TURN = 4
 MIN_AGE_SECONDS = 60.0
 LOCKED_SECONDS_MAX = 60.0
 STANDBY_SECONDS = 60.0
+# Far more than any step takes; after it the connection is taken for dead.
+ANSWER_SECONDS = 600.0
 
 log = logging.getLogger("fencepost.relay.recycling")
 
@@ -74,11 +76,15 @@ def recycle_acks(conn: Connection[Any]) -> Step:
 class Recycler:
     """Recycles from a daemon thread of its own while it holds the duty, and never brings the process down.
 
-    One recycler at a time works; the others stand by. A login without the role maintenance is told once, and leaves.
+    One recycler at a time works; the others stand by. A step that the database does not
+    answer within `answer` seconds is given up with its connection. A login without the role maintenance is told once, and leaves.
     """
 
-    def __init__(self, dsn: str, *, seconds: float = 5.0, min_age: float = MIN_AGE_SECONDS) -> None:
+    def __init__(
+        self, dsn: str, *, seconds: float = 5.0, min_age: float = MIN_AGE_SECONDS, answer: float = ANSWER_SECONDS
+    ) -> None:
         self._dsn = dsn
+        self._answer = answer
         self._seconds = seconds
         self._min_age = min_age
         self._owner = uuid4()
@@ -104,7 +110,7 @@ class Recycler:
         pause = self._seconds
         while not self._stopping.wait(pause):
             try:
-                with connect(self._dsn, autocommit=True) as conn:
+                with connect(self._dsn, autocommit=True, answer_within=self._answer) as conn:
                     pause = self._seconds
                     while not self._stopping.is_set():
                         self.turn(conn)

@@ -25,7 +25,8 @@ class Held:
 
     `progress` is what is settled, `read` what was read (and perhaps sent) already; `recorded` is the acked tick that the
     database knows, for pages without rows advance `progress` only; `recorded_at` is the monotonic time of that ack. `acts`
-    tells up to which operator's act `keys` is right.
+    tells up to which operator's act `keys` is right. `ahead` are events beyond `progress` that were confirmed before one in
+    front of them: they are not sent again. After `doubts` such stops in a row the slot is not read before `not_before`.
     """
 
     generation: int
@@ -35,6 +36,9 @@ class Held:
     keys: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     acts: int = -1
     recorded_at: float = field(default_factory=time.monotonic)
+    ahead: set[int] = field(default_factory=set[int])
+    doubts: int = 0
+    not_before: float = 0.0
 
 
 class SlotLease:

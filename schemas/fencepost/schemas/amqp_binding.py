@@ -72,7 +72,8 @@ def encoder(source: str) -> Encoder:
             found["ce-fpbinding"] = reference
         if attributes:
             for name in sorted(attributes):
-                found[_PREFIX + name] = attributes[name]
+                # AMQP would carry a number as well, and no consumer would read it.
+                found[_PREFIX + name] = str.__str__(attributes[name])
         return found
 
     return headers

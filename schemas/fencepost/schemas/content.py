@@ -33,6 +33,7 @@ __all__ = [
     "JsonValue",
     "as_binding",
     "binding",
+    "binding_of",
     "canonical",
     "decode",
     "encode",
@@ -59,23 +60,12 @@ def decode(raw: bytes, *, limit: int = PAYLOAD_BYTES_MAX) -> JsonObject:
     ``limit`` is in bytes. ``field`` of the error is a path such as ``/lines/0/price`` where one is known.
     """
     text = text_of(raw, limit=limit)
-    keys = 0
-
-    def members(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
-        nonlocal keys
-        keys += len(pairs)
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise _Suspect
-        return found
-
     try:
-        value: JsonValue = json.loads(
-            text, object_pairs_hook=members, parse_float=_suspect, parse_constant=_suspect, parse_int=_integer
-        )
+        value: JsonValue = _DECODER.decode(text)
     except _Suspect:
         _explain(text)
-    if keys > KEYS_MAX or b"\\u0000" in raw or raw.count(b"{") + raw.count(b"[") > DEPTH_MAX:
+    # Each can only be exceeded where there are as many signs of it, and counting signs is cheap.
+    if raw.count(b":") > KEYS_MAX or b"\\u0000" in raw or raw.count(b"{") + raw.count(b"[") > DEPTH_MAX:
         try:
             _check(value)
         except _Found as found:
@@ -129,8 +119,13 @@ def binding(raw: bytes, *, limit: int = PAYLOAD_BYTES_MAX) -> str:
 
     Computed from the bytes alone. Raises Undecodable as ``decode`` does.
     """
-    value = decode(raw, limit=limit)
-    value.pop(PRIVATE_MEMBER, None)
+    return binding_of(decode(raw, limit=limit))
+
+
+def binding_of(value: JsonObject) -> str:
+    """The binding of the bytes that ``decode`` read as ``value``, which stays as it is."""
+    if PRIVATE_MEMBER in value:
+        value = {name: item for name, item in value.items() if name != PRIVATE_MEMBER}
     return f"jcs-sha256:{sha256(_canonical(value)).hexdigest()}"
 
 
@@ -160,7 +155,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def _canonical(value: JsonValue) -> bytes:
     # json escapes exactly as RFC 8785 does; only the order of names differs, and only beyond ASCII.
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    text = _SORTED.encode(value)
     if not text.isascii():
         text = json.dumps(_ordered(value), ensure_ascii=False, separators=(",", ":"))
     return text.encode()
@@ -210,6 +205,20 @@ def _integer(token: str) -> int:
     if len(token) > 17 or not -INTEGER_MAX <= (value := int(token)) <= INTEGER_MAX:
         raise _Suspect
     return value
+
+
+def _members(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Suspect
+    return found
+
+
+# Made once: each call of json.loads or json.dumps with options makes its own.
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_members, parse_float=_suspect, parse_constant=_suspect, parse_int=_integer
+)
+_SORTED = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
 def _syntax(message: str) -> Reason:
@@ -278,7 +287,7 @@ def _check(value: object) -> None:
             keys += len(members)
             if keys > KEYS_MAX:
                 raise _Found("too_many_keys", f"more than {KEYS_MAX} members", path)
-            inner = list(_members(members, path))
+            inner = list(_named(members, path))
         elif kind is list:
             inner = [(f"{path}/{index}", each) for index, each in enumerate(cast(list[object], item))]
         else:
@@ -287,7 +296,7 @@ def _check(value: object) -> None:
         pending.extend((where, each, depth + 1) for where, each in reversed(inner))
 
 
-def _members(members: dict[object, object], path: str) -> Iterator[tuple[str, object]]:
+def _named(members: dict[object, object], path: str) -> Iterator[tuple[str, object]]:
     for key, item in members.items():
         if type(key) is not str:
             raise _Found("malformed_json", f"a member name is a {type(key).__name__}, not a string", path)

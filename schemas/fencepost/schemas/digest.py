@@ -18,10 +18,10 @@ from hashlib import sha256
 
 from fencepost.schemas.errors import InvalidInput
 
-__all__ = ["DIGEST_BYTES", "Digest", "digest", "meaning"]
+__all__ = ["DIGEST_BYTES", "TAG", "Digest", "digest", "meaning"]
 
 DIGEST_BYTES = 33
-_TAG = b"\x01"
+TAG = b"\x01"
 _TEXT = re.compile(r"sha256-v1:([0-9a-f]{64})\Z")
 
 
@@ -32,7 +32,7 @@ class Digest:
     raw: bytes
 
     def __post_init__(self) -> None:
-        if type(self.raw) is not bytes or len(self.raw) != DIGEST_BYTES or not self.raw.startswith(_TAG):
+        if type(self.raw) is not bytes or len(self.raw) != DIGEST_BYTES or not self.raw.startswith(TAG):
             raise InvalidInput("a stored digest is the byte 1 followed by 32 bytes", field="digest")
 
     @property
@@ -45,7 +45,7 @@ class Digest:
         """The digest written as ``text``, or InvalidInput; upper case, spaces and unknown algorithms are refused."""
         if (found := _TEXT.match(text)) is None:
             raise InvalidInput("a digest is sha256-v1: and 64 hex digits", field=field)
-        return cls(_TAG + bytes.fromhex(found.group(1)))
+        return cls(TAG + bytes.fromhex(found.group(1)))
 
     @classmethod
     def parse_raw(cls, raw: bytes | bytearray | memoryview, field: str = "digest") -> Digest:
@@ -73,9 +73,5 @@ def digest(tenant: str, operation: str, type: str, version: int, epoch: int, bin
 
 
 def _hash(*parts: str) -> Digest:
-    hashed = sha256()
-    for part in parts:
-        octets = part.encode()
-        hashed.update(len(octets).to_bytes(4, "big"))
-        hashed.update(octets)
-    return Digest(_TAG + hashed.digest())
+    octets = [part.encode() for part in parts]
+    return Digest(TAG + sha256(b"".join([len(o).to_bytes(4, "big") + o for o in octets])).digest())

@@ -118,6 +118,7 @@ class Envelope:
     content_type: str = CONTENT_TYPE
     body: bytes | None = field(default=None, repr=False, compare=False)
     """The whole message, where the payload arrived as a part of it (structured mode)."""
+    _decoded: content.JsonObject | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def replayed(self) -> bool:
@@ -127,7 +128,14 @@ class Envelope:
     @property
     def binding(self) -> str:
         """The domain's reference, else computed from the payload; raises Undecodable."""
-        return self.reference if self.reference is not None else content.binding(self.payload)
+        return self.reference if self.reference is not None else content.binding_of(self.decoded())
+
+    def decoded(self) -> content.JsonObject:
+        """The payload as `content.decode` reads it, read once; not to be changed. Raises Undecodable."""
+        if self._decoded is None:
+            object.__setattr__(self, "_decoded", content.decode(self.payload))
+        assert self._decoded is not None
+        return self._decoded
 
     @property
     def meaning(self) -> Digest:
@@ -139,6 +147,10 @@ class Envelope:
 
     def verify(self) -> Digest:
         """Recompute binding, meaning and digest; the meaning, or Undecodable ``digest_mismatch``."""
+        return self._meaning(self.check())
+
+    def check(self) -> str:
+        """Recompute binding and digest; the binding, or Undecodable ``digest_mismatch``."""
         binding = self.binding
         expected = digest_of(self.tenant, self.operation, self.type, self.version, self.epoch, binding)
         if expected != self.digest:
@@ -148,7 +160,7 @@ class Envelope:
                 field="fpdigest",
                 hint="the event was changed on its way, or its producer computes another binding",
             )
-        return self._meaning(binding)
+        return binding
 
 
 def validate_attributes(attributes: Mapping[str, str], *, limit: int = ATTRIBUTES_MAX) -> dict[str, str]:
@@ -250,16 +262,15 @@ def _envelope(attributes: Mapping[str, str], payload: bytes) -> Envelope:
         extra[name] = _value(attributes[name], name, empty=True)
     if len(extra) > _FOREIGN_MAX:
         raise InvalidInput(f"more than {_FOREIGN_MAX} attributes", field="attributes")
-    if (wire := _WIRE_TYPE.match(attributes["type"])) is None:
-        raise InvalidInput("type does not end in .v and a version", field="type")
+    name, version = _name_and_version(attributes["type"])
     if (reference := attributes.get("fpbinding")) is not None and not reference.startswith("ref:"):
         raise InvalidInput("fpbinding carries references only", field="fpbinding")
     return Envelope(
         id=UUID(_matching(_UUID, attributes, "id")),
-        source=as_source(attributes["source"]),
-        type=as_type(wire.group(1)),
-        version=as_version(int(wire.group(2)), "type"),
-        tenant=as_tenant(attributes["fptenant"], "fptenant"),
+        source=_source(attributes["source"]),
+        type=name,
+        version=version,
+        tenant=_tenant(attributes["fptenant"]),
         operation=as_operation(attributes["fpoperation"], "fpoperation"),
         ordering_key=as_ordering_key(attributes["partitionkey"], "partitionkey"),
         epoch=_number(_EPOCH, attributes, "fpepoch"),
@@ -270,6 +281,24 @@ def _envelope(attributes: Mapping[str, str], payload: bytes) -> Envelope:
         attributes=extra,
         reference=None if reference is None else content.as_binding(reference, "fpbinding"),
     )
+
+
+# The same few values come with every event of a stream; what is refused is not kept.
+@lru_cache(maxsize=1024)
+def _name_and_version(wire: str) -> tuple[str, int]:
+    if (found := _WIRE_TYPE.match(wire)) is None:
+        raise InvalidInput("type does not end in .v and a version", field="type")
+    return as_type(found.group(1)), as_version(int(found.group(2)), "type")
+
+
+@lru_cache(maxsize=1024)
+def _source(text: str) -> str:
+    return as_source(text)
+
+
+@lru_cache(maxsize=1024)
+def _tenant(text: str) -> str:
+    return as_tenant(text, "fptenant")
 
 
 def _missing(name: str) -> Undecodable:

@@ -38,6 +38,7 @@ __all__ = [
     "OperationConflict",
     "Reason",
     "Refused",
+    "ReplayRefused",
     "RoutesChanged",
     "StaleEffectAttempt",
     "StaleFence",
@@ -264,6 +265,10 @@ class ConfigError(Refused, ValueError):
 
 class CommitWasRollback(Refused):
     """The server answered COMMIT with ROLLBACK: an error was swallowed inside, and nothing was stored."""
+
+
+class ReplayRefused(Refused):
+    """A replay may not start, go on or replace the tables that are read; ``field`` says what stands in the way."""
 
 
 class LeaseLost(Refused):

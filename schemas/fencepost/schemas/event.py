@@ -20,6 +20,7 @@ from uuid import UUID
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from fencepost.schemas import content
+from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import ConfigError, InvalidInput, Undecodable
 from fencepost.schemas.identity import as_operation, as_ordering_key, as_tenant, as_type, as_version
 from fencepost.schemas.jsonable import jsonable
@@ -170,7 +171,7 @@ class Event(BaseModel):
             raise Undecodable(f"this is not a {cls.event_type}", reason="unknown_type", field="type")
         if envelope.version != cls.event_version:
             raise unknown_version(envelope.type, envelope.version, cls.event_version)
-        value = content.decode(envelope.payload)
+        value = envelope.decoded() if isinstance(envelope, Envelope) else content.decode(envelope.payload)
         hidden = value.get(content.PRIVATE_MEMBER, {})
         if not isinstance(hidden, dict):
             raise Undecodable(

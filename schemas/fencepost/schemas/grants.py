@@ -5,7 +5,7 @@ Role names carry the installation (roles belong to the whole cluster). They cann
 
 from __future__ import annotations
 
-from typing import Any, LiteralString
+from typing import Any, LiteralString, cast
 
 from psycopg import Connection, sql
 
@@ -94,18 +94,18 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
 }
 
 TABLES: dict[str, tuple[LiteralString, ...]] = {
-    "outbox": ("relay",),
+    "outbox": ("relay", "projector"),
     "tick": ("relay", "reader"),
     "parked": ("relay", "reconciler"),
     "overtaken": ("relay", "reconciler", "reader"),
     "destination": ("relay", "reconciler", "reader"),
     "route": ("relay", "reconciler", "reader"),
-    "installation": ("relay", "consumer", "executor", "reconciler", "authority_admin", "reader"),
+    "installation": ("relay", "consumer", "executor", "projector", "reconciler", "authority_admin", "reader"),
     "slot": ("relay", "reader"),
     "relay": ("relay", "reconciler", "reader"),
     "ack": ("relay", "reader"),
     "outbox_child": ("relay", "reader"),
-    "recycled": ("relay", "reader"),
+    "recycled": ("relay", "projector", "reader"),
     "dead_letters": ("reconciler", "reader"),
     "reservation": ("reconciler", "maintenance"),
     "consumer": ("reconciler", "authority_admin", "maintenance", "reader"),
@@ -121,6 +121,31 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
 }
 
 
+EXISTING: LiteralString = "SELECT r.rolname FROM pg_roles AS r WHERE r.rolname = ANY (%(names)s)"
+MEMBERSHIPS: LiteralString = """
+SELECT pg_has_role(current_user, %(owner)s, 'MEMBER'), pg_has_role(%(migrator)s, %(owner)s, 'MEMBER')"""
+OWNED_ELSEWHERE: LiteralString = """
+SELECT format('%%s %%s', CASE c.relkind WHEN 'S' THEN 'SEQUENCE' WHEN 'v' THEN 'VIEW' ELSE 'TABLE' END, c.oid::regclass)
+FROM pg_class AS c
+WHERE c.relnamespace = 'fencepost'::regnamespace AND c.relkind IN ('r', 'p', 'v', 'S')
+  AND pg_get_userbyid(c.relowner) <> %(owner)s
+  -- The sequence of an identity column goes with its table.
+  AND NOT (c.relkind = 'S' AND EXISTS (SELECT FROM pg_depend AS d
+                                       WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid AND d.deptype = 'i'))
+UNION ALL
+SELECT format('ROUTINE %%s', p.oid::regprocedure) FROM pg_proc AS p
+WHERE p.pronamespace = 'fencepost'::regnamespace AND pg_get_userbyid(p.proowner) <> %(owner)s
+UNION ALL
+SELECT 'SCHEMA fencepost' FROM pg_namespace AS n
+WHERE n.nspname = 'fencepost' AND pg_get_userbyid(n.nspowner) <> %(owner)s"""
+REVOKES: tuple[LiteralString, ...] = (
+    "REVOKE ALL ON SCHEMA fencepost FROM PUBLIC, {}",
+    "REVOKE ALL ON ALL TABLES IN SCHEMA fencepost FROM PUBLIC, {}",
+    "REVOKE ALL ON ALL SEQUENCES IN SCHEMA fencepost FROM PUBLIC, {}",
+    "REVOKE ALL ON ALL ROUTINES IN SCHEMA fencepost FROM PUBLIC, {}",
+)
+
+
 def role(install: str, name: str) -> str:
     """The cluster-wide name of a role of this installation."""
     return f"fencepost_{install}_{name}"
@@ -128,29 +153,59 @@ def role(install: str, name: str) -> str:
 
 def create_roles(conn: Connection[tuple[Any, ...]], install: str) -> None:
     """Creates the owner, which cannot log in, and one group role for each row of the matrix; existing ones stay."""
-    for name in ("owner", *ROLES):
-        found = conn.execute("SELECT FROM pg_roles WHERE rolname = %(name)s", {"name": role(install, name)}).fetchone()
-        if found is None:
-            conn.execute(sql.SQL("CREATE ROLE {} NOLOGIN").format(sql.Identifier(role(install, name))))
+    for statement in missing_roles(conn, install):
+        conn.execute(statement)
+
+
+def missing_roles(conn: Connection[tuple[Any, ...]], install: str) -> list[sql.Composed]:
+    """What makes the roles and memberships that are not there; nothing that is there is named, so it needs no right to."""
+    owner, migrator = role(install, "owner"), role(install, "migrator")
+    have = {str(r[0]) for r in conn.execute(EXISTING, {"names": [role(install, n) for n in ("owner", *ROLES)]})}
+    made = [
+        sql.SQL("CREATE ROLE {} NOLOGIN").format(sql.Identifier(role(install, name)))
+        for name in ("owner", *ROLES)
+        if role(install, name) not in have
+    ]
+    row = conn.execute(MEMBERSHIPS, {"owner": owner, "migrator": migrator}).fetchone() if not made else None
+    mine, theirs = (False, False) if row is None else (bool(row[0]), bool(row[1]))
+    if not mine:
+        made.append(sql.SQL("GRANT {} TO CURRENT_USER").format(sql.Identifier(owner)))
+    if not theirs:
+        made.append(sql.SQL("GRANT {} TO {}").format(sql.Identifier(owner), sql.Identifier(migrator)))
+    return made
+
+
+def hand_over(conn: Connection[tuple[Any, ...]], install: str) -> list[sql.Composed]:
+    """What makes the owner own schema, tables, sequences and routines, where somebody else does."""
     owner = sql.Identifier(role(install, "owner"))
-    conn.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(owner))
-    conn.execute(sql.SQL("GRANT {} TO {}").format(owner, sql.Identifier(role(install, "migrator"))))
+    found = conn.execute(OWNED_ELSEWHERE, {"owner": role(install, "owner")}).fetchall()
+    # Invariant: the kinds come from the statement above, the names are identities that the catalog has quoted.
+    return [sql.SQL("ALTER {} OWNER TO {}").format(sql.SQL(cast(LiteralString, thing)), owner) for (thing,) in found]
+
+
+def statements(install: str) -> list[sql.Composed]:
+    """What makes the privileges of every role exactly the matrix, whatever they were; PUBLIC keeps nothing."""
+    everybody = sql.SQL(", ").join(sql.Identifier(role(install, name)) for name in ROLES)
+    made = [sql.SQL(revoke).format(everybody) for revoke in REVOKES]
+    made.append(sql.SQL("GRANT USAGE ON SCHEMA fencepost TO {}").format(everybody))
+    # What a later version adds begins without any right of PUBLIC's, in whatever order it is made.
+    made.append(
+        sql.SQL("ALTER DEFAULT PRIVILEGES FOR ROLE {} REVOKE EXECUTE ON ROUTINES FROM PUBLIC").format(
+            sql.Identifier(role(install, "owner"))
+        )
+    )
+    for name, roles in FUNCTIONS.items():
+        made.append(_grant(sql.SQL("EXECUTE ON FUNCTION {}").format(sql.Identifier("fencepost", name)), install, roles))
+    for name, roles in TABLES.items():
+        made.append(_grant(sql.SQL("SELECT ON {}").format(sql.Identifier("fencepost", name)), install, roles))
+    return made
 
 
 def apply(conn: Connection[tuple[Any, ...]], install: str) -> None:
     """Makes the privileges of every role exactly the matrix, in the caller's transaction."""
-    everybody = sql.SQL(", ").join(sql.Identifier(role(install, name)) for name in ROLES)
-    conn.execute(sql.SQL("REVOKE ALL ON ALL TABLES IN SCHEMA fencepost FROM PUBLIC, {}").format(everybody))
-    conn.execute(sql.SQL("REVOKE ALL ON ALL SEQUENCES IN SCHEMA fencepost FROM PUBLIC, {}").format(everybody))
-    conn.execute(sql.SQL("REVOKE ALL ON ALL ROUTINES IN SCHEMA fencepost FROM PUBLIC, {}").format(everybody))
-    conn.execute(sql.SQL("GRANT USAGE ON SCHEMA fencepost TO {}").format(everybody))
-    for name, roles in FUNCTIONS.items():
-        _grant(conn, sql.SQL("EXECUTE ON FUNCTION {}").format(sql.Identifier("fencepost", name)), install, roles)
-    for name, roles in TABLES.items():
-        _grant(conn, sql.SQL("SELECT ON {}").format(sql.Identifier("fencepost", name)), install, roles)
+    for statement in statements(install):
+        conn.execute(statement)
 
 
-def _grant(conn: Connection[tuple[Any, ...]], what: sql.Composed, install: str, roles: tuple[str, ...]) -> None:
-    conn.execute(
-        sql.SQL("GRANT {} TO {}").format(what, sql.SQL(", ").join(sql.Identifier(role(install, r)) for r in roles))
-    )
+def _grant(what: sql.Composed, install: str, roles: tuple[str, ...]) -> sql.Composed:
+    return sql.SQL("GRANT {} TO {}").format(what, sql.SQL(", ").join(sql.Identifier(role(install, r)) for r in roles))

@@ -90,6 +90,8 @@ _FORBIDDEN = re.compile(
     + "".join(chr(plane << 16 | 0xFFFE) + chr(plane << 16 | 0xFFFF) for plane in range(17))
     + "]"
 )
+# What most identities are made of, and nothing of which is refused below.
+_PLAIN = re.compile(r"[!-~]+\Z")
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*\Z")
 _CONSUMER = re.compile(r"[a-z][a-z0-9_-]*(?:\.[a-z][a-z0-9_-]*)*\Z")
 _VERSIONED = re.compile(r".*\.v[0-9]+\Z")
@@ -104,6 +106,8 @@ def forbidden_character(value: str) -> str | None:
 
 def as_text(value: str, field: str, *, chars_max: int = IDENTITY_CHARS_MAX) -> str:
     """``value`` unchanged, or InvalidInput naming ``field``; 1 to ``chars_max`` code points."""
+    if type(value) is str and len(value) <= chars_max and _PLAIN.match(value) is not None:
+        return value
     if type(value) is not str:
         raise InvalidInput(f"{field} must be a string, not {type(value).__name__}", field=field)
     if not value:

@@ -134,7 +134,7 @@ def decode(
     found = list(headers or ())
     content_type: str | None = None
     for header, raw in found:
-        if header.lower() == _CONTENT_TYPE:
+        if len(header) == 12 and header.lower() == _CONTENT_TYPE:
             if content_type is not None:
                 raise _duplicate("datacontenttype")
             content_type = _text(raw, "datacontenttype")
@@ -157,7 +157,10 @@ def _attributes(headers: Iterable[tuple[str, str | bytes | None]]) -> dict[str, 
             name = header[len(_PREFIX) :]
             if name in attributes:
                 raise _duplicate(name)
-            attributes[name] = _text(raw, name)
+            try:
+                attributes[name] = raw.decode() if type(raw) is bytes else _text(raw, name)
+            except UnicodeDecodeError:
+                raise _not_utf8(name) from None
     return attributes
 
 
@@ -173,7 +176,11 @@ def _text(raw: str | bytes | None, name: str) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise Undecodable("a header is not UTF-8", reason="invalid_attribute", field=shown_path((name,))) from None
+        raise _not_utf8(name) from None
+
+
+def _not_utf8(name: str) -> Undecodable:
+    return Undecodable("a header is not UTF-8", reason="invalid_attribute", field=shown_path((name,)))
 
 
 @lru_cache(maxsize=1024)

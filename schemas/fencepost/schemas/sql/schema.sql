@@ -216,7 +216,8 @@ CREATE TABLE fencepost.parked (
     reference    text,
     payload      bytea NOT NULL,
     reason       text NOT NULL CHECK (reason IN ('unroutable', 'no_route', 'no_such_exchange', 'no_such_topic',
-                   'too_large', 'not_authorised', 'undecodable', 'behind', 'overtaken')),
+                   'too_large', 'not_authorised', 'undecodable', 'unknown_version', 'nacked', 'unanswered',
+                   'behind', 'overtaken')),
     detail       text NOT NULL DEFAULT '',
     overtaken_by bigint,
     attempts     integer NOT NULL DEFAULT 1,
@@ -226,7 +227,7 @@ CREATE TABLE fencepost.parked (
 );
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0002_outbox.sql', '72cfa0cd27e26a07e8747c9cce6d4b00648cc4e38325c33129e36024e83cb000');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0002_outbox.sql', 'f563f513f99f0b3162695898b1ede32e286d7e566e072fd85708dcee283efaf4');
 
 -- 0003_inbox.sql
 -- Reservation: one committed handling per tenant, consumer, operation and type; deliveries are kept apart from it.
@@ -2434,7 +2435,10 @@ BEGIN
         INSERT INTO fencepost.parked (destination, slot, tenant, ordering_key, seq, event_id, operation, type, version, epoch,
             digest, recorded_at, content_type, attributes, reference, payload, reason, detail, overtaken_by, attempts, next_try_at)
         SELECT p_destination, o.slot, o.tenant, o.ordering_key, o.seq, o.event_id, o.operation, o.type, o.version, o.epoch,
-               o.digest, o.recorded_at, o.content_type, o.attributes, o.reference, o.payload, u.reason, u.detail, u.overtaken,
+               o.digest, o.recorded_at, o.content_type, o.attributes, o.reference, o.payload, u.reason, u.detail,
+               -- A later one may have got through while this one still had no answer.
+               coalesce(u.overtaken, (SELECT g.overtaken_by FROM fencepost.overtaken AS g
+                                      WHERE g.destination = p_destination AND g.seq = o.seq)),
                CASE u.reason WHEN 'behind' THEN 0 ELSE 1 END,
                CASE WHEN u.retry IS NULL THEN NULL ELSE clock_timestamp() + u.retry END
         FROM unnest(p_park_slots, p_park_seqs, p_park_reasons, p_park_details, p_park_overtaken, p_park_retry)
@@ -2514,6 +2518,12 @@ BEGIN
     SELECT array_agg(r ->> 'match') INTO v_matches FROM jsonb_array_elements(p_routes) AS r;
     IF array_position(v_matches, NULL) IS NOT NULL THEN
         PERFORM fencepost._refuse('ZF003', 'a route has no match', 'routes', 'give a type, a prefix ending in .* or *');
+    END IF;
+    -- A relay that comes back with what is registered waits for nobody, and nobody for it.
+    IF EXISTS (SELECT FROM fencepost.destination AS d
+               WHERE d.destination = p_destination AND d.routes_digest = v_digest AND d.kind = p_kind
+                 AND d.on_refusal = p_on_refusal) THEN
+        RETURN;
     END IF;
     LOCK TABLE fencepost.destination IN SHARE ROW EXCLUSIVE MODE;
     SELECT * INTO v_stored FROM fencepost.destination AS d WHERE d.destination = p_destination;

@@ -37,7 +37,10 @@ BEGIN
         INSERT INTO fencepost.parked (destination, slot, tenant, ordering_key, seq, event_id, operation, type, version, epoch,
             digest, recorded_at, content_type, attributes, reference, payload, reason, detail, overtaken_by, attempts, next_try_at)
         SELECT p_destination, o.slot, o.tenant, o.ordering_key, o.seq, o.event_id, o.operation, o.type, o.version, o.epoch,
-               o.digest, o.recorded_at, o.content_type, o.attributes, o.reference, o.payload, u.reason, u.detail, u.overtaken,
+               o.digest, o.recorded_at, o.content_type, o.attributes, o.reference, o.payload, u.reason, u.detail,
+               -- A later one may have got through while this one still had no answer.
+               coalesce(u.overtaken, (SELECT g.overtaken_by FROM fencepost.overtaken AS g
+                                      WHERE g.destination = p_destination AND g.seq = o.seq)),
                CASE u.reason WHEN 'behind' THEN 0 ELSE 1 END,
                CASE WHEN u.retry IS NULL THEN NULL ELSE clock_timestamp() + u.retry END
         FROM unnest(p_park_slots, p_park_seqs, p_park_reasons, p_park_details, p_park_overtaken, p_park_retry)

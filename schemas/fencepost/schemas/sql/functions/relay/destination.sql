@@ -27,6 +27,12 @@ BEGIN
     IF array_position(v_matches, NULL) IS NOT NULL THEN
         PERFORM fencepost._refuse('ZF003', 'a route has no match', 'routes', 'give a type, a prefix ending in .* or *');
     END IF;
+    -- A relay that comes back with what is registered waits for nobody, and nobody for it.
+    IF EXISTS (SELECT FROM fencepost.destination AS d
+               WHERE d.destination = p_destination AND d.routes_digest = v_digest AND d.kind = p_kind
+                 AND d.on_refusal = p_on_refusal) THEN
+        RETURN;
+    END IF;
     LOCK TABLE fencepost.destination IN SHARE ROW EXCLUSIVE MODE;
     SELECT * INTO v_stored FROM fencepost.destination AS d WHERE d.destination = p_destination;
     IF FOUND THEN
