@@ -47,13 +47,15 @@ class Reservation:
     """The answer to one reservation, true once the caller's transaction commits.
 
     ``arrivals`` counts the committed arrivals of this delivery, with this one. ``other_epoch``: a duplicate that was
-    accepted under another authority epoch. ``transaction`` is the id of the reserving transaction.
+    accepted under another authority epoch. ``transaction`` is the id of the reserving transaction, ``mark`` the name that
+    the application has in it, where it was marked.
     """
 
     outcome: Reserved
     arrivals: int
     other_epoch: bool
     transaction: str
+    mark: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,12 @@ FROM fencepost.reserve(
 ) AS r
 """
 
-# Waits no longer than this for another copy, and leaves lock_timeout as it was.
+# Waits no longer than this for another copy, and leaves lock_timeout as it was. The name of the application is changed for
+# the transaction: the server reports the name when it goes back, so a client sees without asking that its transaction stands.
 RESERVE_WITHIN: LiteralString = """
-SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text, set_config('lock_timeout', w.before, true)
+SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text,
+       set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true),
+       set_config('lock_timeout', w.before, true)
 FROM (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %(wait)s, true) AS wait OFFSET 0) AS w,
 LATERAL fencepost.reserve(
     CASE WHEN w.wait IS NOT NULL THEN %(tenant)s END, %(consumer)s, %(operation)s, %(type)s, %(version)s::integer,
@@ -111,7 +114,6 @@ def _values(
 ) -> dict[str, object]:
     if not coordinates:
         raise InvalidInput("coordinates are empty", field="coordinates", hint="name broker, place and message")
-    envelope.verify()
     payload = envelope.payload
     if headers is not None and envelope.body is not None:
         payload = envelope.body  # in structured mode these headers say nothing without it
@@ -126,7 +128,7 @@ def _values(
         "event_id": envelope.id,
         "source": envelope.source,
         "epoch": envelope.epoch,
-        "binding": envelope.binding,
+        "binding": envelope.check(),
         "event_time": envelope.time,
         "coordinates": coordinates,
         "headers": Jsonb(headers),
@@ -137,4 +139,4 @@ def _values(
 
 def _reservation(row: tuple[Any, ...] | None) -> Reservation:
     assert row is not None
-    return Reservation(Reserved(row[0]), row[1], row[2], row[3])
+    return Reservation(Reserved(row[0]), row[1], row[2], row[3], row[4] if len(row) > 4 else None)
