@@ -31,7 +31,7 @@ from fencepost.consumer.copies import AsyncCopies, Copies
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved, Unhandled
 from fencepost.consumer.reading import Arrived, Reading
-from fencepost.consumer.reservation import reserve_in, reserve_in_async
+from fencepost.consumer.reservation import reserve_in, reserve_in_async, stands
 from fencepost.consumer.transactions import (
     AsyncDatabase,
     AsyncTransactions,
@@ -198,7 +198,7 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
                 case Reserved.RESERVED:
                     self.handler(begun.tx, cast(E, arrived.argument))
                     begun.alive()
-                    if not _stands(conn, reservation):
+                    if not stands(conn, reservation):
                         with conn.cursor(row_factory=tuple_row) as cursor:
                             row = cursor.execute(SAME_TRANSACTION).fetchone()
                         if row is None or row[0] != reservation.transaction:
@@ -293,7 +293,7 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
                 case Reserved.RESERVED:
                     await self.handler(begun.tx, cast(E, arrived.argument))
                     begun.alive()
-                    if not _stands(conn, reservation):
+                    if not stands(conn, reservation):
                         async with conn.cursor(row_factory=tuple_row) as cursor:
                             row = await (await cursor.execute(SAME_TRANSACTION)).fetchone()
                         if row is None or row[0] != reservation.transaction:
@@ -334,14 +334,6 @@ def inbox(*, consumer: str, wait_seconds: float = WAIT_SECONDS, isolation: Isola
         return Inbox[Any](handler, consumer, wait_seconds, isolation)
 
     return decorate
-
-
-def _stands(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], reservation: Reservation) -> bool:
-    """True where it is known without asking that the transaction has not ended since; False where it has to be asked.
-
-    Invariant: the mark goes with its transaction, and the server reports that before anything else is answered.
-    """
-    return reservation.mark is not None and conn.info.parameter_status("application_name") == reservation.mark
 
 
 def _identity(arrived: Arrived) -> tuple[str, str, str]:

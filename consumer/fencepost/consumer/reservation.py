@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, LiteralString
 
+from psycopg import AsyncConnection, Connection
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
@@ -20,7 +21,7 @@ from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
 from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async
 
-__all__ = ["reserve_in", "reserve_in_async"]
+__all__ = ["reserve_in", "reserve_in_async", "stands"]
 
 RESERVE: LiteralString = """
 SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text
@@ -103,6 +104,14 @@ async def reserve_in_async(
         if wait_seconds is not None:
             await conn.execute(LOCK_TIMEOUT_AS_BEFORE)
     return reservation
+
+
+def stands(conn: Connection[Any] | AsyncConnection[Any], reservation: Reservation) -> bool:
+    """True where it is known without asking that the transaction has not ended since; False where it has to be asked.
+
+    Invariant: the mark goes with its transaction, and the server reports that before anything else is answered.
+    """
+    return reservation.mark is not None and conn.info.parameter_status("application_name") == reservation.mark
 
 
 def _values(
