@@ -7,7 +7,7 @@ BROKER ?= embedded
 BENCH  ?=
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check bench fuzz-order bench-doorbell bench-relay bench-replay stack-up stack-down services
+.PHONY: help demo test check bench fuzz-order bench-doorbell bench-relay bench-consumer bench-replay soak-consumer stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -31,13 +31,19 @@ check: $(STAMP) ## linters, both type checkers, import contracts, layout
 fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, nothing out of order
 	$(PY) bench/fuzz_order.py
 
-bench: bench-relay bench-replay ## every benchmark
+bench: bench-relay bench-consumer bench-replay ## every benchmark
 
 bench-doorbell: $(STAMP) services ## what the doorbell costs the writers
 	$(PY) bench/doorbell.py $(BENCH)
 
 bench-relay: $(STAMP) services ## the relay beside the limits of this machine, bounds checked (BENCH="--full --peers")
 	$(PY) bench/relay/run.py --gate $(BENCH)
+
+bench-consumer: $(STAMP) services ## handlers with and without the inbox, single and in batches, bounds checked
+	$(PY) bench/consumer/run.py --gate $(BENCH)
+
+soak-consumer: $(STAMP) services ## two consumers under kills and redeliveries: each operation once (BENCH="--seed 1")
+	$(PY) bench/soak_consumer.py $(BENCH)
 
 bench-replay: $(STAMP) services ## a topic becomes a projection, killed once, bounds checked (BENCH="--count 100000")
 	$(PY) bench/replay.py $(BENCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import Any, LiteralString, cast
+from typing import Any, LiteralString, Self, cast
 
 import psycopg
 import pytest
@@ -346,6 +346,42 @@ def test_a_handler_that_ends_the_transaction_is_told_so(domain: Database) -> Non
         with pytest.raises(CommitWasRollback):
             ending.handle(domain.dsn, from_kafka(envelope(operation=f"op-{offset}"), offset))
     assert done(domain) == []
+
+
+def test_a_handler_may_name_its_application_and_is_told_all_the_same_when_it_ends_the_transaction(
+    domain: Database,
+) -> None:
+    ends = False
+
+    @inbox(consumer="reports")
+    def naming(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+        tx.execute("SET LOCAL application_name = 'mine'")
+        if ends:
+            tx.execute("COMMIT; BEGIN")
+
+    with domain.connect(autocommit=True, application_name="theirs") as conn:
+        assert naming.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
+        assert conn.execute("SHOW application_name").fetchone() == ("theirs",)
+        ends = True
+        with pytest.raises(CommitWasRollback):
+            naming.handle(conn, from_kafka(envelope(operation="op-2"), 1))
+
+
+@pytest.mark.parametrize("name", ["", "a" * 63, "x (inbox)"])
+def test_one_statement_reserves_whatever_the_application_is_called(domain: Database, name: str) -> None:
+    asked: list[str] = []
+
+    class Listening(psycopg.Cursor[Any]):
+        def execute(self, query: Any, *arguments: Any, **options: Any) -> Self:
+            asked.append(str(query))
+            return super().execute(query, *arguments, **options)
+
+    with domain.connect(autocommit=True, application_name=name, cursor_factory=Listening) as conn:
+        assert reports.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
+        assert conn.info.parameter_status("application_name") == name
+    assert len([each for each in asked if "fencepost." in each]) == 1
+    assert len(asked) == 2, "that, and the handler's own"
 
 
 def test_the_connection_refuses_commit_and_rollback_inside_a_handler(domain: Database) -> None:

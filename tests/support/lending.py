@@ -23,7 +23,7 @@ from fencepost.consumer import handoff
 from fencepost.consumer.connections import AsyncConnections, Connections
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox, inbox
-from fencepost.consumer.outcomes import Handled
+from fencepost.consumer.outcomes import Handled, Unhandled
 from fencepost.schemas.event import Event
 from support.deliveries import Submitted
 from support.transactions import async_engine, django_connection, engine
@@ -119,6 +119,18 @@ class Kind:
         async def all_of_them() -> list[Handled]:
             async with self.open(dsn) as database:
                 return [await handler.handle(database, each) for each in deliveries]
+
+        return asyncio.run(all_of_them())
+
+    def deliver_many(self, dsn: str, handler: AnyInbox, *deliveries: Delivery) -> list[Handled | Unhandled]:
+        """Handles the deliveries as one batch."""
+        if isinstance(handler, Inbox):
+            with self.open(dsn) as database:
+                return handler.handle_many(database, deliveries)
+
+        async def all_of_them() -> list[Handled | Unhandled]:
+            async with self.open(dsn) as database:
+                return await handler.handle_many(database, deliveries)
 
         return asyncio.run(all_of_them())
 

@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, LiteralString, Protocol, TypeVar, assert_never, cast, overload
 
 import psycopg
@@ -26,11 +26,12 @@ from psycopg import IsolationLevel
 from psycopg.rows import tuple_row
 
 from fencepost.consumer import dead_letters
+from fencepost.consumer.batch import Batch, together, together_async
 from fencepost.consumer.copies import AsyncCopies, Copies
 from fencepost.consumer.delivery import Delivery
-from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved
+from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved, Unhandled
 from fencepost.consumer.reading import Arrived, Reading
-from fencepost.consumer.reservation import reserve_in, reserve_in_async
+from fencepost.consumer.reservation import reserve_in, reserve_in_async, stands
 from fencepost.consumer.transactions import (
     AsyncDatabase,
     AsyncTransactions,
@@ -51,8 +52,6 @@ TRIES_MAX = 5
 WAIT_SECONDS = 5.0
 BACKOFF_SECONDS = 0.05
 
-LOCK_TIMEOUT: LiteralString = "SELECT set_config('lock_timeout', %(wait)s, true)"
-LOCK_TIMEOUT_AS_BEFORE: LiteralString = "SET LOCAL lock_timeout TO DEFAULT"
 SAME_TRANSACTION: LiteralString = "SELECT pg_current_xact_id_if_assigned()::text"
 ISOLATION: dict[IsolationLevel, LiteralString] = {
     IsolationLevel.READ_UNCOMMITTED: "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED",
@@ -83,10 +82,6 @@ class _Inbox(Generic[H]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.__name__}, consumer={self.consumer!r})"
-
-    @property
-    def _wait(self) -> dict[str, str]:
-        return {"wait": f"{round(self.wait_seconds * 1000)}ms"}
 
     def _busy(self, arrived: Arrived) -> Busy:
         return Busy(
@@ -136,17 +131,47 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
             with self._copies.turn(_identity(arrived), self.wait_seconds) as mine:
                 if not mine:
                     raise self._busy(arrived)
-                return self._repeated(transactions, delivery, arrived)
+                return self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
 
-    def _repeated(self, transactions: Transactions, delivery: Delivery, arrived: Arrived) -> Handled:
+    def handle_many(self, database: Database, deliveries: Sequence[Delivery]) -> list[Handled | Unhandled]:
+        """Handles a batch in one transaction; every `Handled` is committed when this returns, nothing of an `Unhandled` is.
+
+        The answers stand in the order of the deliveries, which is the order in which handlers run. One that raises
+        takes back its own changes, reservation and delivery, and leaves later events of its ordering key unhandled.
+        What is rare (unreadable, a second copy, a conflict, before the horizon) is handled alone, after the batch.
+        ``database``, and what is repeated as a whole, as of `handle`. Raises, with nothing of the batch committed, Busy
+        when another transaction holds one of the operations, CommitWasRollback when a handler ended the transaction,
+        InvalidInput for more than 1000 deliveries: handle them one by one then.
+        """
+        batch = Batch(self.reading, self.consumer, deliveries, self.wait_seconds)
+        with opened(database, self.handler, self.wait_seconds) as transactions:
+            self._repeated(transactions, lambda: self._together(transactions, batch))
+            for place in batch.alone():
+                if not batch.behind(place):
+                    try:
+                        batch.settle_alone(place, self.handle(transactions, deliveries[place]))
+                    except Exception as error:  # noqa: BLE001  # a handler may raise anything; the caller judges
+                        batch.settle_alone(place, error)
+        return batch.results()
+
+    def _together(self, transactions: Transactions, batch: Batch) -> None:
+        batch.begin()
+        if not batch.entries:
+            return
+        with transactions.begin() as begun:
+            if self.isolation is not None:
+                begun.conn.execute(ISOLATION[self.isolation])
+            together(begun, batch, self.handler, lambda error: _repeatable(error, transactions.renews))
+
+    def _repeated(self, transactions: Transactions, once: Callable[[], T]) -> T:
         for tries in range(1, TRIES_MAX):
             try:
-                return self._once(transactions, delivery, arrived)
+                return once()
             except Exception as error:  # SQLAlchemy and Django wrap those of psycopg
                 if not _repeatable(error, transactions.renews):
                     raise
             time.sleep(_backoff(tries))
-        return self._once(transactions, delivery, arrived)
+        return once()
 
     def reserve_in(self, tx: Transaction, envelope: Envelope, coordinates: str) -> Reservation:
         """`fencepost.consumer.reservation.reserve_in` for this consumer; never commits, runs no handler."""
@@ -157,7 +182,6 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
             conn = begun.conn
             if self.isolation is not None:
                 conn.execute(ISOLATION[self.isolation])
-            conn.execute(LOCK_TIMEOUT, self._wait)
             try:
                 reservation = reserve_in(
                     conn,
@@ -166,18 +190,19 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
                     delivery.coordinates,
                     headers=delivery.stored_headers(),
                     dead_letter=delivery.dead_letter,
+                    wait_seconds=self.wait_seconds,
                 )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:
                 case Reserved.RESERVED:
-                    conn.execute(LOCK_TIMEOUT_AS_BEFORE)
                     self.handler(begun.tx, cast(E, arrived.argument))
                     begun.alive()
-                    with conn.cursor(row_factory=tuple_row) as cursor:
-                        row = cursor.execute(SAME_TRANSACTION).fetchone()
-                    if row is None or row[0] != reservation.transaction:
-                        raise ended()
+                    if not stands(conn, reservation):
+                        with conn.cursor(row_factory=tuple_row) as cursor:
+                            row = cursor.execute(SAME_TRANSACTION).fetchone()
+                        if row is None or row[0] != reservation.transaction:
+                            raise ended()
                     outcome = Outcome.HANDLED
                 case Reserved.DUPLICATE:
                     outcome = Outcome.DUPLICATE
@@ -209,17 +234,39 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
             async with self._async_copies.turn(_identity(arrived), self.wait_seconds) as mine:
                 if not mine:
                     raise self._busy(arrived)
-                return await self._repeated(transactions, delivery, arrived)
+                return await self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
 
-    async def _repeated(self, transactions: AsyncTransactions, delivery: Delivery, arrived: Arrived) -> Handled:
+    async def handle_many(self, database: AsyncDatabase, deliveries: Sequence[Delivery]) -> list[Handled | Unhandled]:
+        """As `Inbox.handle_many`, for what `AsyncInbox.handle` takes."""
+        batch = Batch(self.reading, self.consumer, deliveries, self.wait_seconds)
+        async with opened_async(database, self.handler, self.wait_seconds) as transactions:
+            await self._repeated(transactions, lambda: self._together(transactions, batch))
+            for place in batch.alone():
+                if not batch.behind(place):
+                    try:
+                        batch.settle_alone(place, await self.handle(transactions, deliveries[place]))
+                    except Exception as error:  # noqa: BLE001  # as in Inbox
+                        batch.settle_alone(place, error)
+        return batch.results()
+
+    async def _together(self, transactions: AsyncTransactions, batch: Batch) -> None:
+        batch.begin()
+        if not batch.entries:
+            return
+        async with transactions.begin() as begun:
+            if self.isolation is not None:
+                await begun.conn.execute(ISOLATION[self.isolation])
+            await together_async(begun, batch, self.handler, lambda error: _repeatable(error, transactions.renews))
+
+    async def _repeated(self, transactions: AsyncTransactions, once: Callable[[], Awaitable[T]]) -> T:
         for tries in range(1, TRIES_MAX):
             try:
-                return await self._once(transactions, delivery, arrived)
+                return await once()
             except Exception as error:  # as in Inbox
                 if not _repeatable(error, transactions.renews):
                     raise
             await asyncio.sleep(_backoff(tries))
-        return await self._once(transactions, delivery, arrived)
+        return await once()
 
     async def reserve_in(self, tx: AsyncTransaction, envelope: Envelope, coordinates: str) -> Reservation:
         """As `Inbox.reserve_in`."""
@@ -230,7 +277,6 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
             conn = begun.conn
             if self.isolation is not None:
                 await conn.execute(ISOLATION[self.isolation])
-            await conn.execute(LOCK_TIMEOUT, self._wait)
             try:
                 reservation = await reserve_in_async(
                     conn,
@@ -239,18 +285,19 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
                     delivery.coordinates,
                     headers=delivery.stored_headers(),
                     dead_letter=delivery.dead_letter,
+                    wait_seconds=self.wait_seconds,
                 )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:
                 case Reserved.RESERVED:
-                    await conn.execute(LOCK_TIMEOUT_AS_BEFORE)
                     await self.handler(begun.tx, cast(E, arrived.argument))
                     begun.alive()
-                    async with conn.cursor(row_factory=tuple_row) as cursor:
-                        row = await (await cursor.execute(SAME_TRANSACTION)).fetchone()
-                    if row is None or row[0] != reservation.transaction:
-                        raise ended()
+                    if not stands(conn, reservation):
+                        async with conn.cursor(row_factory=tuple_row) as cursor:
+                            row = await (await cursor.execute(SAME_TRANSACTION)).fetchone()
+                        if row is None or row[0] != reservation.transaction:
+                            raise ended()
                     outcome = Outcome.HANDLED
                 case Reserved.DUPLICATE:
                     outcome = Outcome.DUPLICATE

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 from uuid import UUID
 
+from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import NotDispatched
 
-__all__ = ["Busy", "Handled", "Outcome", "Reservation", "Reserved"]
+__all__ = ["Busy", "Handled", "Outcome", "Reservation", "Reserved", "Unhandled"]
 
 
 class Outcome(StrEnum):
@@ -45,13 +47,15 @@ class Reservation:
     """The answer to one reservation, true once the caller's transaction commits.
 
     ``arrivals`` counts the committed arrivals of this delivery, with this one. ``other_epoch``: a duplicate that was
-    accepted under another authority epoch. ``transaction`` is the id of the reserving transaction.
+    accepted under another authority epoch. ``transaction`` is the id of the reserving transaction, ``mark`` the name that
+    the application has in it, where it was marked.
     """
 
     outcome: Reserved
     arrivals: int
     other_epoch: bool
     transaction: str
+    mark: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,32 @@ class Handled:
     reason: str | None = None
     """Of an undecodable delivery: a `fencepost.schemas.errors.Reason`; of a failed one: the name of the error."""
     field: str | None = None
+
+    @classmethod
+    def of(cls, envelope: Envelope, outcome: Outcome, coordinates: str, arrivals: int, other_epoch: bool) -> Self:
+        """That of a delivery that could be read."""
+        return cls(
+            outcome,
+            coordinates,
+            arrivals,
+            other_epoch,
+            envelope.tenant,
+            envelope.operation,
+            envelope.type,
+            envelope.version,
+            envelope.id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unhandled:
+    """One delivery of a batch of which nothing was committed: it must not be acknowledged, and has to come again.
+
+    ``error`` is what its handler raised; None where an earlier event of its ordering key was not handled.
+    """
+
+    coordinates: str
+    error: Exception | None = field(default=None, repr=False)
 
 
 class Busy(NotDispatched):

@@ -61,6 +61,8 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "purge_event_keys": ("maintenance",),
     "set_retention": ("authority_admin",),
     "reserve": ("consumer",),
+    "reserve_many": ("consumer",),
+    "settle_batch": ("consumer",),
     "dead_letter": ("consumer",),
     "take_dead_letter": ("consumer",),
     "settle_dead_letter": ("consumer",),

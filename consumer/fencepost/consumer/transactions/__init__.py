@@ -49,12 +49,14 @@ C = TypeVar("C", Connection[Any], AsyncConnection[Any])
 class Begun(Generic[C]):
     """One open transaction: ``conn`` is psycopg's, ``tx`` is what the handler is lent.
 
-    ``alive`` raises CommitWasRollback unless what was begun still stands and can be committed.
+    ``alive`` raises CommitWasRollback unless what was begun still stands and can be committed. ``savepoint`` is a block
+    (an async one for asyncio) that is taken back alone when it raises.
     """
 
     conn: C
     tx: Any
     alive: Callable[[], None]
+    savepoint: Callable[[], Any]
 
 
 class Transactions(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from django.db import connections, transaction
@@ -56,7 +57,7 @@ class DjangoTransactions(Transactions):
                         raise ended()
                     require_alive(conn)
 
-                yield Begun(conn, connection, alive)
+                yield Begun(conn, connection, alive, partial(transaction.atomic, using=self._alias))
         finally:
             connection.close_if_unusable_or_obsolete()
 

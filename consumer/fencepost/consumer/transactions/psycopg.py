@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, LiteralString
 
+import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg.pq import TransactionStatus
 
@@ -15,6 +16,10 @@ from fencepost.consumer.transactions import AsyncTransactions, Begun, Transactio
 from fencepost.schemas.errors import WrongTransaction
 
 __all__ = ["AsyncPsycopgTransactions", "PsycopgTransactions"]
+
+FIRST: LiteralString = "SAVEPOINT fencepost_message"
+NEXT: LiteralString = "RELEASE SAVEPOINT fencepost_message; SAVEPOINT fencepost_message"
+BACK: LiteralString = "ROLLBACK TO SAVEPOINT fencepost_message"
 
 
 class PsycopgTransactions(Transactions):
@@ -35,7 +40,7 @@ class PsycopgTransactions(Transactions):
         with nullcontext(source) if isinstance(source, Connection) else source.connection() as conn:
             _require_idle(conn)
             with conn.transaction():
-                yield Begun(conn, conn, partial(require_alive, conn))
+                yield Begun(conn, conn, partial(require_alive, conn), _Savepoints(conn).block)
 
     def close(self) -> None:
         if self._own is not None:
@@ -60,11 +65,49 @@ class AsyncPsycopgTransactions(AsyncTransactions):
         async with nullcontext(source) if isinstance(source, AsyncConnection) else source.connection() as conn:
             _require_idle(conn)
             async with conn.transaction():
-                yield Begun(conn, conn, partial(require_alive, conn))
+                yield Begun(conn, conn, partial(require_alive, conn), _AsyncSavepoints(conn).block)
 
     async def close(self) -> None:
         if self._own is not None:
             await self._own.close()
+
+
+class _Savepoints:
+    """One after the other, in one round trip each: the next one releases the one before, the commit the last."""
+
+    def __init__(self, conn: Connection[Any]) -> None:
+        self._conn = conn
+        self._open = False
+
+    @contextmanager
+    def block(self) -> Generator[None]:
+        self._conn.execute(NEXT if self._open else FIRST)
+        self._open = True
+        try:
+            yield
+        except BaseException:
+            with suppress(psycopg.Error):  # then the transaction is gone, which is looked at
+                self._conn.execute(BACK)
+            raise
+
+
+class _AsyncSavepoints:
+    """As `_Savepoints`, for asyncio."""
+
+    def __init__(self, conn: AsyncConnection[Any]) -> None:
+        self._conn = conn
+        self._open = False
+
+    @asynccontextmanager
+    async def block(self) -> AsyncGenerator[None]:
+        await self._conn.execute(NEXT if self._open else FIRST)
+        self._open = True
+        try:
+            yield
+        except BaseException:
+            with suppress(psycopg.Error):  # as in _Savepoints
+                await self._conn.execute(BACK)
+            raise
 
 
 def _require_idle(conn: Connection[Any] | AsyncConnection[Any]) -> None:

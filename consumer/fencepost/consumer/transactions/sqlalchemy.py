@@ -49,7 +49,7 @@ class SqlAlchemyTransactions(Transactions):
             except WrongTransaction as refused:
                 raise unusable(refused) from None
             guard = _Guard(tx, tx if isinstance(tx, Connection) else tx.connection(), conn)
-            yield Begun(conn, tx, guard.alive)
+            yield Begun(conn, tx, guard.alive, tx.begin_nested)
             guard.commits = True
             tx.commit()
 
@@ -82,7 +82,7 @@ class AsyncSqlAlchemyTransactions(AsyncTransactions):
                 inner = connection.sync_connection
                 assert inner is not None, "it has been started"
                 guard = _Guard(inner if isinstance(tx, AsyncConnection) else tx.sync_session, inner, conn)
-                yield Begun(conn, tx, guard.alive)
+                yield Begun(conn, tx, guard.alive, tx.begin_nested)
                 guard.commits = True
                 await tx.commit()
 

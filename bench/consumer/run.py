@@ -1,0 +1,372 @@
+"""What the inbox costs a consumer: the same loop over the same messages, without it, with it, and in batches.
+
+Without: the event is read and verified, and the handler runs in a transaction of its own. With: `handle`, and
+`handle_many`. Rounds are interleaved; ratios compare what ran side by side, absolute numbers belong to this machine.
+`--gate` ends with 1 when a bound is missed. Loads are bounded in count and in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, LiteralString, Self, cast
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "compose"), str(ROOT / "tests")]
+
+import aio_pika
+import psycopg
+from aio_pika.abc import AbstractIncomingMessage
+from bench.relay import stage
+from confluent_kafka import Consumer, Producer
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+
+from fencepost.consumer.delivery import Delivery
+from fencepost.consumer.inbox import inbox
+from fencepost.consumer.outcomes import Handled, Outcome
+from fencepost.consumer.transactions import async_transactions_of, transactions_of
+from fencepost.schemas import amqp_binding, kafka_binding
+from stack.obtain import obtain_kafka, obtain_postgres, obtain_rabbitmq
+from stack.process import Unavailable
+from support.database import Database, Databases
+from support.deliveries import Submitted, envelope
+
+WAYS = ("without", "single", "batch")
+BATCH = 100
+TABLE: LiteralString = """
+CREATE TABLE report (tenant text, operation text, document text, changed_at timestamptz NOT NULL DEFAULT now(),
+                     PRIMARY KEY (tenant, operation))"""
+CHANGE: LiteralString = """
+INSERT INTO report (tenant, operation, document) VALUES (%(tenant)s, %(operation)s, %(document)s)
+ON CONFLICT (tenant, operation) DO UPDATE SET document = excluded.document, changed_at = now()"""
+DONE: LiteralString = "SELECT count(*) FROM report WHERE operation LIKE %(prefix)s || '-%%'"
+
+statements = 0
+
+
+class Counted(Cursor[Any]):
+    """Counts statements; BEGIN and COMMIT are not among them."""
+
+    def execute(self, *arguments: Any, **options: Any) -> Self:
+        """As in psycopg."""
+        global statements
+        statements += 1
+        return super().execute(*arguments, **options)
+
+
+class AsyncCounted(AsyncCursor[Any]):
+    """As `Counted`, for asyncio."""
+
+    async def execute(self, *arguments: Any, **options: Any) -> Self:
+        """As in psycopg."""
+        global statements
+        statements += 1
+        return await super().execute(*arguments, **options)
+
+
+def values(event: Submitted) -> dict[str, str]:
+    """What the handler writes."""
+    return {"tenant": event.tenant, "operation": event.operation, "document": event.document}
+
+
+@inbox(consumer="bench")
+def on_submitted(tx: Connection[Any], event: Submitted) -> None:
+    """One realistic change."""
+    tx.execute(CHANGE, values(event))
+
+
+@inbox(consumer="bench")
+async def on_submitted_async(tx: AsyncConnection[Any], event: Submitted) -> None:
+    """One realistic change."""
+    await tx.execute(CHANGE, values(event))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measurement."""
+
+    rate: float
+    cpu: float
+    statements: float
+
+
+@dataclass(slots=True)
+class Bench:
+    """What is measured, and the bounds that were missed."""
+
+    options: argparse.Namespace
+    database: Database
+    missed: list[str] = field(default_factory=list[str])
+
+    def say(self, text: str) -> None:
+        """One measured line."""
+        print(text, flush=True)
+
+    def bound(self, what: str, value: float, limit: float, *, least: bool) -> None:
+        """One measured value beside its bound."""
+        fine = value >= limit if least else value <= limit
+        self.say(f"    {'holds ' if fine else 'MISSED'}  {what}: {value:.2f} ({'>=' if least else '<='} {limit:.2f})")
+        if not fine:
+            self.missed.append(what)
+
+    def compare(self, name: str, measure: Callable[[str], Run]) -> None:
+        """All ways in turn, `--rounds` times; each goes first in turn."""
+        runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+        for turn in range(self.options.rounds):
+            for step in range(len(WAYS)):
+                way = WAYS[(turn + step) % len(WAYS)]
+                runs[way].append(measure(way))
+        self.say(f"{name}, {self.options.events:,} events, {self.options.rounds} rounds, batches of {BATCH}:")
+        for way, found in runs.items():
+            rates = [run.rate for run in found]
+            self.say(
+                f"  {way:8s} {statistics.median(rates):8,.0f}/s [{min(rates):,.0f}-{max(rates):,.0f}]"
+                f" {statistics.median(run.cpu for run in found):7.0f} us CPU each,"
+                f" {found[-1].statements:.2f} statements each"
+            )
+        self.bound(f"{name}, single to without", ratio(runs["single"], runs["without"]), 0.75, least=True)
+        self.bound(f"{name}, batch to single", ratio(runs["batch"], runs["single"]), 3.0, least=True)
+        # Reservation, delivery, and the bound of the wait are one statement.
+        own = runs["single"][-1].statements - runs["without"][-1].statements
+        self.bound(f"{name}, statements of the inbox for each message, single", own, 1.0, least=False)
+        own = runs["batch"][-1].statements - runs["without"][-1].statements
+        self.bound(f"{name}, statements of the inbox for each message, batch", own, 1.1, least=False)
+
+    def require(self, prefix: str) -> None:
+        """Each operation is there: what was not done is not measured."""
+        with self.database.connect() as conn:
+            row = conn.execute(DONE, {"prefix": prefix}).fetchone()
+        if row != (self.options.events,):
+            raise SystemExit(f"only {row} of {self.options.events} operations are in the domain table")
+
+
+def ratio(over: Sequence[Run], under: Sequence[Run]) -> float:
+    """The median of the ratios of each round."""
+    return statistics.median(a.rate / b.rate for a, b in zip(over, under, strict=True))
+
+
+@contextlib.contextmanager
+def timed(count: int, found: list[Run]) -> Generator[None]:
+    """Time, CPU of this process and statements of the block."""
+    global statements
+    statements, began, cpu = 0, time.monotonic(), time.process_time()
+    yield
+    spent = time.monotonic() - began
+    found.append(Run(count / spent, (time.process_time() - cpu) / count * 1e6, statements / count))
+
+
+def settled(results: Sequence[object]) -> None:
+    """Only what was handled counts."""
+    assert all(isinstance(each, Handled) and each.outcome is Outcome.HANDLED for each in results)
+
+
+def events(prefix: str, count: int) -> Generator[Any]:
+    """Envelopes of different operations."""
+    return (envelope(operation=f"{prefix}-{n}", document="d" * 100) for n in range(count))
+
+
+def kafka(bench: Bench, bootstrap: str) -> None:
+    """One partition in its order, from a plain confluent-kafka loop."""
+
+    def measure(way: str) -> Run:
+        prefix, topic, count = uuid.uuid4().hex[:8], stage.topic(bootstrap), bench.options.events
+        producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "log_level": 0})
+        for each in events(prefix, count):
+            key = kafka_binding.key(each.tenant, each.ordering_key)
+            producer.produce(topic, each.payload, key, headers=list(kafka_binding.encode(each)))
+        assert producer.flush(30) == 0
+        config: dict[str, Any] = {
+            "bootstrap.servers": bootstrap,
+            "group.id": prefix,
+            "auto.offset.reset": "earliest",
+            "enable.auto.commit": False,
+            "log_level": 0,
+        }
+        consumer = Consumer(config)
+        consumer.subscribe([topic])
+        found: list[Run] = []
+        with psycopg.connect(bench.database.dsn, connect_timeout=10, cursor_factory=Counted) as conn:
+            conn.autocommit = True
+            transactions = transactions_of(conn, on_submitted.handler)
+            until, done, first = time.monotonic() + bench.options.seconds, 0, consumer.consume(1, 30)
+            with timed(count, found):
+                while done < count:
+                    arrived = first or consumer.consume(BATCH, 0.05)
+                    first = []
+                    deliveries = [
+                        Delivery.from_kafka(
+                            cluster_id="bench",
+                            topic=topic,
+                            partition=0,
+                            offset=message.offset() or 0,
+                            headers=cast(Any, message.headers()),
+                            key=cast(bytes, message.key()),
+                            value=cast(bytes, message.value()),
+                        )
+                        for message in arrived
+                    ]
+                    match way:
+                        case "without":
+                            for each in deliveries:
+                                event = on_submitted.reading.read(each).argument
+                                with conn.transaction():
+                                    on_submitted.handler(conn, cast(Submitted, event))
+                        case "single":
+                            settled([on_submitted.handle(transactions, each) for each in deliveries])
+                        case _:
+                            settled(on_submitted.handle_many(transactions, deliveries))
+                    if arrived:
+                        consumer.commit(message=arrived[-1], asynchronous=True)
+                    done += len(arrived)
+                    if time.monotonic() > until:
+                        raise SystemExit("a measurement did not end in time")
+        consumer.close()
+        bench.require(prefix)
+        return found[0]
+
+    bench.compare("kafka", measure)
+
+
+@contextlib.asynccontextmanager
+async def arriving(url: str, queue: str) -> AsyncGenerator[asyncio.Queue[AbstractIncomingMessage]]:
+    """Messages as the broker pushes them, unacknowledged."""
+    async with await aio_pika.connect(url) as connection:
+        channel = await connection.channel(publisher_confirms=False)
+        await channel.set_qos(prefetch_count=4 * BATCH)
+        source = await channel.get_queue(queue)
+        found: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
+        tag = await source.consume(cast(Callable[[AbstractIncomingMessage], Awaitable[Any]], found.put))
+        yield found
+        await source.cancel(tag)
+        await source.delete(if_unused=False, if_empty=False)
+
+
+async def filled(url: str, queue: str, prefix: str, count: int) -> None:
+    """A quorum queue with a backlog."""
+    async with await aio_pika.connect(url) as connection:
+        channel = await connection.channel()
+        await channel.declare_queue(queue, durable=True, arguments={"x-queue-type": "quorum"})
+        waiting: list[Awaitable[Any]] = []
+        for each in events(prefix, count):
+            headers, content_type = amqp_binding.encode(each)
+            message = aio_pika.Message(
+                each.payload, headers=dict(headers), content_type=content_type, message_id=str(each.id), delivery_mode=2
+            )
+            waiting.append(channel.default_exchange.publish(message, queue))
+            if len(waiting) >= 200:
+                await asyncio.gather(*waiting)
+                waiting.clear()
+        await asyncio.gather(*waiting)
+
+
+def rabbitmq(bench: Bench, url: str) -> None:
+    """One quorum queue in its order, from a plain aio-pika loop."""
+
+    async def consumed(way: str) -> Run:
+        prefix, count = uuid.uuid4().hex[:8], bench.options.events
+        queue = f"bench-{prefix}"
+        await filled(url, queue, prefix, count)
+        found: list[Run] = []
+        async with (
+            await AsyncConnection.connect(
+                bench.database.dsn, connect_timeout=10, autocommit=True, cursor_factory=AsyncCounted
+            ) as conn,
+            arriving(url, queue) as messages,
+            asyncio.timeout(bench.options.seconds),
+        ):
+            transactions = async_transactions_of(conn, on_submitted_async.handler)
+            first, done = [await messages.get()], 0
+            with timed(count, found):
+                while done < count:
+                    arrived = first or [await messages.get()]
+                    first = []
+                    while len(arrived) < BATCH and not messages.empty():
+                        arrived.append(messages.get_nowait())
+                    deliveries = [
+                        Delivery.from_rabbitmq(
+                            cluster="bench",
+                            vhost="/",
+                            queue=queue,
+                            message_id=message.message_id,
+                            headers=message.headers,
+                            content_type=message.content_type,
+                            body=message.body,
+                        )
+                        for message in arrived
+                    ]
+                    match way:
+                        case "without":
+                            for each, message in zip(deliveries, arrived, strict=True):
+                                event = on_submitted_async.reading.read(each).argument
+                                async with conn.transaction():
+                                    await on_submitted_async.handler(conn, cast(Submitted, event))
+                                await message.ack()
+                        case "single":
+                            for each, message in zip(deliveries, arrived, strict=True):
+                                settled([await on_submitted_async.handle(transactions, each)])
+                                await message.ack()
+                        case _:
+                            settled(await on_submitted_async.handle_many(transactions, deliveries))
+                            await arrived[-1].ack(multiple=True)
+                    done += len(arrived)
+        bench.require(prefix)
+        return found[0]
+
+    bench.compare("rabbitmq", lambda way: asyncio.run(consumed(way)))
+
+
+def main(options: argparse.Namespace, opened: contextlib.ExitStack) -> bool:
+    """Runs what was asked for; True when no bound was missed."""
+    server = obtain_postgres(options.major)
+    opened.callback(server.close)
+    databases = Databases(server.address, Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))))
+    opened.callback(databases.close)
+    database = databases.migrated()
+    opened.callback(databases.drop, database)
+    with database.connect() as conn:
+        conn.execute(TABLE)
+    bench = Bench(options, database)
+    bench.say(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before; {server.label}")
+    for name, obtain, run in (("kafka", obtain_kafka, kafka), ("rabbitmq", obtain_rabbitmq, rabbitmq)):
+        if options.only and name not in options.only:
+            continue
+        try:
+            found = obtain()
+        except Unavailable as error:
+            bench.say(f"NOT MEASURED, no {name}: {error}")
+            bench.missed.append(f"{name} is missing")
+            continue
+        opened.callback(found.close)
+        run(bench, found.address)
+    bench.say(f"load {os.getloadavg()[0]:.1f} after")
+    bench.say("every bound holds" if not bench.missed else f"{len(bench.missed)} MISSED: {'; '.join(bench.missed)}")
+    return not bench.missed
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=("kafka", "rabbitmq"), help="these brokers instead of all")
+    parser.add_argument("--events", type=int, default=2000, help="messages of one measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each comparison")
+    parser.add_argument("--seconds", type=float, default=60.0, help="longest time of one measurement")
+    parser.add_argument("--gate", action="store_true", help="exit with 1 when a bound is missed")
+    parser.add_argument("--major", default="18", help="PostgreSQL version to obtain")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    given = arguments()
+    with contextlib.ExitStack() as stacked:
+        held = main(given, stacked)
+    sys.exit(0 if held or not given.gate else 1)

@@ -1,0 +1,7 @@
+-- Inbox: batches of reservations whose transaction has still to say which of them were handled.
+
+-- Invariant: no row is ever committed; a commit that would leave one is refused.
+CREATE TABLE fencepost.inbox_batch (
+    transaction xid8 PRIMARY KEY,
+    consumer    text NOT NULL
+);
