@@ -96,8 +96,8 @@ def _health(chosen: RelaySettings) -> HealthAddress | None:
 
 def _run(make: Callable[[], Relay]) -> Summary:
     relay = make()
-    log.info("the relay runs")
     with draining(relay.stop):
+        log.info("the relay runs")
         return relay.run()
 
 
