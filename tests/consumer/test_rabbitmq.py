@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 import threading
-from collections.abc import AsyncGenerator, Generator, Iterable
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import aio_pika
+import psycopg
 import pytest
-from aio_pika.abc import AbstractChannel
 from psycopg import AsyncConnection, Connection
 from yarl import URL
 
@@ -21,9 +21,10 @@ from fencepost.consumer import rabbitmq as module
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.rabbitmq import RabbitRunner
 from fencepost.consumer.runner import RunnerOptions
-from fencepost.schemas import amqp_binding
+from fencepost.consumer.standing import BrokerState
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import ConfigError, Unreachable
+from support.brokers import channel_of, declare, delete, left, publish
 from support.database import Database
 from support.deliveries import Submitted, envelope
 from support.processes import wait_for
@@ -33,62 +34,6 @@ from support.services import Rabbit
 Tx = Connection[Any]
 DEADLINE_SECONDS = 30.0
 FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, max_attempts=3, drain_seconds=10)
-
-
-@asynccontextmanager
-async def channel_of(rabbitmq: Rabbit) -> AsyncGenerator[AbstractChannel, None]:
-    connection = await aio_pika.connect(rabbitmq.url, timeout=DEADLINE_SECONDS)
-    async with connection:
-        yield await connection.channel(publisher_confirms=True, on_return_raises=True)
-
-
-def publish(rabbitmq: Rabbit, exchange: str, key: str, values: Iterable[Envelope | bytes]) -> None:
-    async def send() -> None:
-        async with channel_of(rabbitmq) as channel:
-            to = await channel.get_exchange(exchange) if exchange else channel.default_exchange
-            for value in values:
-                if isinstance(value, bytes):
-                    message = aio_pika.Message(value, headers={"ce-id": 7}, delivery_mode=2)
-                else:
-                    headers, content_type = amqp_binding.encode(value)
-                    message = aio_pika.Message(
-                        value.payload,
-                        headers=dict(headers),
-                        content_type=content_type,
-                        message_id=str(value.id),
-                        delivery_mode=2,
-                    )
-                await to.publish(message, key, timeout=DEADLINE_SECONDS)
-
-    asyncio.run(send())
-
-
-def declare(rabbitmq: Rabbit, name: str, **options: Any) -> None:
-    async def make() -> None:
-        async with channel_of(rabbitmq) as channel:
-            await channel.declare_queue(name, durable=True, **options)
-
-    asyncio.run(make())
-
-
-def delete(rabbitmq: Rabbit, *names: str) -> None:
-    async def remove() -> None:
-        async with channel_of(rabbitmq) as channel:
-            for name in names:
-                await channel.queue_delete(name)
-
-    asyncio.run(remove())
-
-
-def left(rabbitmq: Rabbit, name: str) -> int:
-    """Messages in the queue that nobody has in hand; read after the consumer has gone, that is all of them."""
-
-    async def ask() -> int:
-        async with channel_of(rabbitmq) as channel:
-            found = await channel.declare_queue(name, passive=True)
-            return found.declaration_result.message_count or 0
-
-    return asyncio.run(ask())
 
 
 @pytest.fixture
@@ -331,6 +276,23 @@ def test_what_can_never_be_handled_is_set_aside_and_the_queue_goes_on(
     assert "do-not-log" not in caplog.text
 
 
+def test_a_commit_that_was_a_rollback_is_never_acknowledged_as_done(
+    rabbitmq: Rabbit, domain18: Database, queue: str
+) -> None:
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+        if event.operation == "swallowed":
+            with suppress(psycopg.Error):
+                tx.execute("SELECT 1 / 0")
+
+    publish(rabbitmq, "", queue, [envelope(operation="op-0"), envelope(operation="swallowed")])
+    with running(RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=queue, options=FAST)):
+        wait_for(lambda: dead(domain18) == [("handler_failed", "swallowed", 3)], DEADLINE_SECONDS, "the dead letter")
+        wait_for(lambda: operations(domain18) == ["op-0"], DEADLINE_SECONDS, "the other")
+    assert left(rabbitmq, queue) == 0
+
+
 def test_a_stop_finishes_what_runs_and_gives_the_rest_back(rabbitmq: Rabbit, domain18: Database, queue: str) -> None:
     inside, go = threading.Semaphore(0), threading.Event()
 
@@ -349,6 +311,143 @@ def test_a_stop_finishes_what_runs_and_gives_the_rest_back(rabbitmq: Rabbit, dom
 
     assert operations(domain18) == ["op-0"]
     assert left(rabbitmq, queue) == 3
+
+
+def test_a_key_keeps_its_order_while_others_are_handled_beside_it(
+    rabbitmq: Rabbit, domain18: Database, queue: str
+) -> None:
+    go = threading.Event()
+    failures = 0
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        nonlocal failures
+        if event.operation == "a-0":
+            assert go.wait(DEADLINE_SECONDS)
+            failures += 1
+            if failures < 3:
+                raise ValueError
+        insert(tx, event)
+
+    def keyed(operation: str) -> Envelope:
+        event = Submitted(tenant="acme", operation=operation, document="a", ordering_key=operation[0])
+        return envelope(event)
+
+    publish(rabbitmq, "", queue, [keyed(name) for name in ("a-0", "b-0", "a-1", "b-1", "a-2")])
+    with running(RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=queue, options=FAST)):
+        wait_for(lambda: operations(domain18) == ["b-0", "b-1"], DEADLINE_SECONDS, "the other key")
+        go.set()
+        wait_for(lambda: len(operations(domain18)) == 5, DEADLINE_SECONDS, "the first key")
+
+    assert operations(domain18) == ["b-0", "b-1", "a-0", "a-1", "a-2"]
+    assert left(rabbitmq, queue) == 0
+
+
+def test_a_queue_that_could_drop_messages_is_told_once_and_one_that_could_not_is_not(
+    rabbitmq: Rabbit, domain18: Database, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(name: str) -> list[str]:
+        caplog.clear()
+        with running(RabbitRunner(insert, domain18.dsn, url=rabbitmq.url, queue=name, options=FAST)):
+            publish(rabbitmq, "", name, [envelope(operation=name)])
+            wait_for(lambda: name in operations(domain18), DEADLINE_SECONDS, "the message")
+        return [record.getMessage() for record in caplog.records if "unless a policy" in record.getMessage()]
+
+    safe, bare, hasty = rabbitmq.name(), rabbitmq.name(), rabbitmq.name()
+    with running(RabbitRunner(insert, domain18.dsn, url=rabbitmq.url, queue=safe, declare=True, options=FAST)):
+        pass
+    quorum = {"x-queue-type": "quorum"}
+    declare(rabbitmq, bare, arguments=quorum)
+    declare(rabbitmq, hasty, arguments=quorum | {"x-dead-letter-exchange": "amq.direct"})
+
+    assert told(safe) == []
+    for name, words in ((queue, "classic"), (bare, "no dead-letter exchange"), (hasty, "at-least-once")):
+        (line,) = told(name)
+        assert name in line and words in line
+    delete(rabbitmq, safe, f"{safe}.dead", bare, hasty)
+
+
+def test_a_handler_beyond_the_ack_deadline_comes_back_on_a_new_channel_as_a_duplicate(
+    rabbitmq: Rabbit, domain18: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    if rabbitmq.node is None:
+        pytest.skip("this broker's limits are not ours to set")
+    caplog.set_level(logging.INFO)
+    name = rabbitmq.name()
+    go = threading.Event()
+
+    @inbox(consumer="reports", wait_seconds=0.3)
+    def handler(tx: Tx, event: Submitted) -> None:
+        if event.operation == "slow":
+            assert go.wait(DEADLINE_SECONDS)
+        insert(tx, event)
+
+    def limits(timeout: int, tick: int) -> None:
+        assert rabbitmq.node is not None
+        for setting, value in (("consumer_timeout", timeout), ("channel_tick_interval", tick)):
+            rabbitmq.node.rabbitmqctl("eval", f"application:set_env(rabbit, {setting}, {value}).")
+
+    limits(1000, 500)  # Read by the broker when a channel begins.
+    try:
+        runner = RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=name, declare=True, options=FAST)
+        with running(runner):
+            wait_for(lambda: runner.standing.consuming, DEADLINE_SECONDS, "the queue")
+            publish(
+                rabbitmq, "", name, [envelope(operation="slow"), *(envelope(operation=f"op-{n}") for n in range(4))]
+            )
+            wait_for(lambda: caplog.text.count("consuming") >= 2, DEADLINE_SECONDS, "the next channel")
+            limits(1_800_000, 60_000)
+            go.set()
+            wait_for(lambda: len(operations(domain18)) == 5, DEADLINE_SECONDS, "five effects")
+            wait_for(lambda: left(rabbitmq, name) == 0, DEADLINE_SECONDS, "an empty queue")
+    finally:
+        limits(1_800_000, 60_000)
+
+    assert "acknowledgement dropped" in caplog.text
+    assert sorted(operations(domain18)) == ["op-0", "op-1", "op-2", "op-3", "slow"]
+    assert (left(rabbitmq, name), left(rabbitmq, f"{name}.dead"), dead(domain18)) == (0, 0, [])
+    delete(rabbitmq, name, f"{name}.dead")
+
+
+def test_a_broker_that_restarts_costs_nothing_and_consuming_goes_on(rabbitmq: Rabbit, domain18: Database) -> None:
+    if rabbitmq.node is None:
+        pytest.skip("this broker is not ours to stop")
+    name = rabbitmq.name()
+    runner = RabbitRunner(insert, domain18.dsn, url=rabbitmq.url, queue=name, declare=True, options=FAST)
+    with running(runner):
+        wait_for(lambda: runner.standing.consuming, DEADLINE_SECONDS, "the queue")
+        publish(rabbitmq, "", name, [envelope(operation="op-0")])
+        wait_for(lambda: operations(domain18) == ["op-0"], DEADLINE_SECONDS, "the first")
+        rabbitmq.node.stop()
+        wait_for(lambda: not runner.standing.consuming, DEADLINE_SECONDS, "the loss")
+        assert runner.standing.broker is BrokerState.UNREACHABLE
+        rabbitmq.node.start()
+        wait_for(lambda: runner.standing.consuming, DEADLINE_SECONDS, "the next session")
+        publish(rabbitmq, "", name, [envelope(operation="op-0"), envelope(operation="op-1")])
+        wait_for(lambda: operations(domain18) == ["op-0", "op-1"], DEADLINE_SECONDS, "the second")
+    assert left(rabbitmq, name) == 0
+    delete(rabbitmq, name, f"{name}.dead")
+
+
+def test_credentials_in_the_clear_and_unverified_servers_are_refused_off_loopback() -> None:
+    def made(url: str, *, insecure: bool = False, context: ssl.SSLContext | None = None) -> RabbitRunner:
+        return RabbitRunner(insert, "", url=url, queue="q", insecure=insecure, context=context)
+
+    loose = ssl.create_default_context()
+    loose.check_hostname = False
+    loose.verify_mode = ssl.CERT_NONE
+    plain, unverified = "amqp://guest:hidden@mq.example/", "amqps://guest:hidden@mq.example/?no_verify_ssl=1"
+    made("amqp://guest:hidden@127.0.0.1/")
+    made("amqps://guest:hidden@mq.example/", context=ssl.create_default_context())
+    for url in (plain, unverified):
+        made(url, insecure=True)
+        with pytest.raises(ConfigError) as refused:
+            made(url)
+        assert refused.value.field == "url"
+        assert "hidden" not in repr(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        made("amqps://mq.example/", context=loose)
+    assert refused.value.field == "context"
 
 
 def test_a_queue_that_is_missing_or_different_is_refused_by_name(

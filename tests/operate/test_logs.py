@@ -133,7 +133,7 @@ def test_nothing_that_the_relay_prints_or_serves_shows_a_secret_or_a_payload(
             return row is not None and row[0] == 2
 
         wait_for(parked, 40, "both events to be parked")
-        relay.says("RabbitMQ does not answer", 30)
+        relay.says("RabbitMQ refuses the login", 30)
         conn.execute(ENDED)
         relay.says("destination kafka waits", 30)
         served = "".join(ask(port, path).text for path in ("/livez", "/readyz", "/metrics"))
@@ -164,7 +164,7 @@ def test_a_password_that_the_database_refuses_is_not_repeated(kafka: Kafka, fenc
         def refused() -> bool:
             given = f"postgresql://locked:{PASSWORD}@{base}"
             done = fencepost(None, "--verbose", "relay", "run", "--once", FENCEPOST_DATABASE=given, **variables)
-            return done.code == 3 and "password authentication failed" in done.err
+            return done.code == 3 and "PostgreSQL refuses the login" in done.err
 
         wait_for(refused, 20, "the server to refuse the password")
         right = fencepost(None, "relay", "check", FENCEPOST_DATABASE=f"postgresql://locked:another@{base}", **variables)

@@ -1,5 +1,8 @@
 """`fencepost worker run`, `fencepost consumer run`, and the entry itself: what they run, and what they refuse."""
 
+import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from fencepost.jobs.submit import submit
+from fencepost.schemas.envelope import Envelope
+from stack.places import free_port
+from support.brokers import declare, left, produce, publish
 from support.command_line import Fencepost, running
 from support.database import Database
-from support.processes import wait_for
+from support.deliveries import envelope
+from support.health import ask
+from support.processes import Child, wait_for
+from support.services import Services
 
 WORKER = """
 from fencepost.jobs.worker import Worker
@@ -82,6 +91,155 @@ def test_consumer_runs_a_runner_or_what_makes_one(database18: Database, tmp_path
         assert consumer.terminate() == 0
 
 
+HANDLER = """
+import time
+from fencepost.consumer.inbox import inbox
+from support.deliveries import Submitted
+
+@inbox(consumer="reports")
+def on_submitted(tx, event: Submitted):
+    tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+    if event.operation == "slow":
+        print("inside", flush=True)
+        time.sleep(60)
+    if event.operation == "poison":
+        raise ValueError(event.document)
+"""
+TOML = """
+[consumer]
+kind = "{kind}"
+address = {{ file = "broker" }}
+{more}
+health_address = "127.0.0.1:{port}"
+max_attempts = 1
+"""
+
+
+def consuming(database: Database, folder: Path, kind: str, address: str, more: str, port: int) -> Child:
+    """`fencepost consumer run` of a handler whose broker is in a file, and the broker's address in a secret file."""
+    with database.connect() as conn:
+        conn.execute("CREATE TABLE IF NOT EXISTS done (operation text)")
+    (folder / "handlers.py").write_text(HANDLER)
+    (folder / "fencepost.toml").write_text(TOML.format(kind=kind, more=more, port=port))
+    (folder / "secrets").mkdir()
+    (folder / "secrets" / "broker").write_text(f"{address}\n")
+    tests = Path(__file__).parents[1]
+    return running(
+        database,
+        "consumer",
+        "run",
+        "handlers:on_submitted",
+        folder=folder,
+        PYTHONPATH=f"{folder}:{tests}:{tests.parent / 'compose'}:{os.environ.get('PYTHONPATH', '')}",
+        FENCEPOST_CONFIG=str(folder / "fencepost.toml"),
+        FENCEPOST_SECRETS_DIR=str(folder / "secrets"),
+        FENCEPOST_CONSUMER_CONCURRENCY="2",
+    )
+
+
+def handled(database: Database) -> list[str]:
+    with database.connect() as conn:
+        return [row[0] for row in conn.execute("SELECT operation FROM done ORDER BY operation").fetchall()]
+
+
+@pytest.mark.parametrize("kind", ["kafka", "rabbitmq"])
+def test_consumer_runs_a_handler_with_settings_serves_health_drains_and_tells_no_payload(
+    services: Services, database18: Database, tmp_path: Path, kind: str
+) -> None:
+    sent: list[Envelope | bytes] = [
+        envelope(operation="op-1"),
+        envelope(operation="poison", document="canary-payload"),
+        b"canary-payload",
+    ]
+    port = free_port()
+    if kind == "kafka":
+        kafka = services.kafka()
+        topic = kafka.topic()
+        produce(kafka, topic, sent)
+        more = f'topics = ["{topic}"]\ngroup = "{topic}"\noptions = {{ "session.timeout.ms" = 6000 }}'
+        child = consuming(database18, tmp_path, kind, kafka.bootstrap, more, port)
+    else:
+        rabbitmq = services.rabbitmq()
+        queue = rabbitmq.name()
+        declare(rabbitmq, queue)
+        publish(rabbitmq, "", queue, sent)
+        child = consuming(database18, tmp_path, kind, rabbitmq.url, f'queue = "{queue}"', port)
+    with child:
+        child.says("health is served")
+        wait_for(lambda: ask(port, "/readyz").status == 200, 30, "the consumer to be ready")
+        wait_for(lambda: "fencepost_consumer_handled_total" in ask(port, "/metrics").text, 5, "metrics")
+        with database18.connect(autocommit=True) as conn:
+            dead = "SELECT count(*) = 2 FROM fencepost.dead_letter"
+            wait_for(lambda: conn.execute(dead).fetchone() == (True,), 30, "both dead letters")
+        assert child.terminate() == 0
+    assert handled(database18) == ["op-1"]
+    lines = [json.loads(line) for line in child.text.splitlines()]
+    assert any(line["message"].startswith("consumer handlers:on_submitted runs") for line in lines)
+    assert "canary-payload" not in child.text and "guest" not in child.text
+
+
+def test_a_second_signal_ends_a_consumer_at_once_and_its_message_stays(
+    services: Services, database18: Database, tmp_path: Path
+) -> None:
+    rabbitmq = services.rabbitmq()
+    queue = rabbitmq.name()
+    declare(rabbitmq, queue)
+    publish(rabbitmq, "", queue, [envelope(operation="slow")])
+    with consuming(database18, tmp_path, "rabbitmq", rabbitmq.url, f'queue = "{queue}"', free_port()) as child:
+        child.says("inside")
+        os.kill(child.pid, signal.SIGTERM)
+        child.says("draining")
+        assert child.terminate(5) == 128 + signal.SIGTERM
+    assert handled(database18) == []
+    wait_for(lambda: left(rabbitmq, queue) == 1, 20, "the message to be given back")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "[consumer.kind]"),
+        ({"KIND": "kafka"}, "[consumer.address]"),
+        ({"KIND": "kafka", "ADDRESS": "127.0.0.1:1"}, "[consumer.topics]"),
+        ({"KIND": "kafka", "ADDRESS": "127.0.0.1:1", "TOPICS": "reports"}, "FENCEPOST_CONSUMER_TOPICS"),
+        ({"KIND": "rabbitmq", "ADDRESS": "amqp://app:hunter2@127.0.0.1:1/"}, "[consumer.queue]"),
+        ({"KIND": "rabbitmq", "ADDRESS": "amqp://app:hunter2@mq.example/", "QUEUE": "q"}, "[consumer.url]"),
+        (
+            {"KIND": "rabbitmq", "ADDRESS": "amqp://127.0.0.1:1/", "QUEUE": "q", "OPTIONS": '{"window": "5"}'},
+            "[consumer.options.window]",
+        ),
+        (
+            {
+                "KIND": "kafka",
+                "ADDRESS": "kafka.example:9092",
+                "TOPICS": '["reports"]',
+                "OPTIONS": '{"security.protocol": "SASL_PLAINTEXT", "sasl.password": "hunter2"}',
+            },
+            "[consumer.security.protocol]",
+        ),
+        (
+            {"KIND": "rabbitmq", "ADDRESS": "amqp://127.0.0.1:1/", "QUEUE": "q", "HEALTH_ADDRESS": "0.0.0.0:80"},
+            "[consumer.health_address]",
+        ),
+    ],
+)
+def test_a_handler_without_a_usable_broker_is_refused_by_the_settings_name(
+    database18: Database,
+    fencepost: Fencepost,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, str],
+    words: str,
+) -> None:
+    (tmp_path / "lonely_handlers.py").write_text(HANDLER)
+    monkeypatch.chdir(tmp_path)
+
+    settings = {f"FENCEPOST_CONSUMER_{name}": value for name, value in more.items()}
+    done = fencepost(database18, "consumer", "run", "lonely_handlers:on_submitted", **settings)
+
+    assert done.code == 2
+    assert words in done.line
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -112,7 +270,7 @@ def test_target_that_is_no_consumer_is_refused(database18: Database, fencepost: 
     done = fencepost(database18, "consumer", "run", "odd_consumer:other")
 
     assert done.code == 2
-    assert "neither a runner nor a function" in done.line
+    assert "neither a handler nor a runner nor a function" in done.line
 
 
 @pytest.mark.parametrize("library", ["typer", "rich", "pydantic_settings", "tenacity"])

@@ -17,7 +17,7 @@ def stop():
         asked.set()
 
 with draining(stop):
-    if sys.argv[1] == "free":
+    if sys.argv[1] in ("free", "late"):
         signal.raise_signal(signal.SIGTERM)
         print("interrupted", flush=True)
     else:
@@ -27,7 +27,10 @@ with draining(stop):
             if sys.argv[1] == "twice":
                 signal.raise_signal(signal.SIGINT)
     print("stopped" if asked.wait(10) else "deaf", flush=True)
-signal.signal(signal.SIGTERM, signal.SIG_IGN) is signal.SIG_DFL or sys.exit("the handler stayed")
+if sys.argv[1] == "late":
+    signal.raise_signal(signal.SIGTERM)
+stayed = signal.signal(signal.SIGTERM, signal.SIG_IGN) is not signal.SIG_DFL
+stayed == (sys.argv[1] != "quiet") or sys.exit("the handler stayed")
 sys.exit(len(threading.enumerate()) - 1)
 """
 
@@ -45,7 +48,13 @@ def test_a_second_signal_leaves_at_once_whatever_the_first_waits_for(tmp_path: P
         assert child.text.splitlines() == ["interrupted"]
 
 
+def test_a_second_signal_on_the_way_out_is_answered_as_before_it(tmp_path: Path) -> None:
+    with Child.script(HELD, folder=tmp_path, arguments=["late"]) as child:
+        assert child.wait(20) == 128 + signal.SIGTERM
+        assert child.text.splitlines() == ["interrupted", "stopped"]
+
+
 def test_a_block_that_ends_without_a_signal_leaves_neither_handler_nor_thread(tmp_path: Path) -> None:
     quiet = HELD.replace("if sys.argv[1]", "asked.set()\n    if 0 and sys.argv[1]", 1).replace("else:", "elif 0:", 1)
-    with Child.script(quiet, folder=tmp_path, arguments=["free"]) as child:
+    with Child.script(quiet, folder=tmp_path, arguments=["quiet"]) as child:
         assert child.wait(20) == 0, child.text

@@ -19,6 +19,7 @@ from fencepost.consumer.inbox import Inbox, inbox
 from fencepost.consumer.kafka import KafkaRunner
 from fencepost.consumer.rabbitmq import RabbitRunner
 from fencepost.consumer.runner import RunnerOptions
+from fencepost.operate.publishers import tls_context
 from fencepost.relay import outbox
 from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import Unreachable
@@ -350,6 +351,7 @@ def test_kafka_consumer_handles_what_came_over_verified_tls_and_refuses_a_wrong_
     kafka_node: KafkaServer,
     on_kafka: OnKafka,
     authority: Authority,
+    stranger: Authority,
     handled: Inbox[Sealed],
 ) -> None:
     table = by_password(kafka_node, authority, "SCRAM-SHA-256")
@@ -370,7 +372,10 @@ def test_kafka_consumer_handles_what_came_over_verified_tls_and_refuses_a_wrong_
         arrives(sealed)
     with pytest.raises(Unreachable) as caught:
         runner(**{"sasl.password": WRONG}).run(threading.Event())
-    assert WRONG not in str(caught.value)
+    assert (caught.value.field, WRONG in str(caught.value)) == ("sasl.password", False)
+    with pytest.raises(Unreachable) as caught:
+        runner(**{"ssl.ca.location": str(stranger.path)}).run(threading.Event())
+    assert caught.value.field == "ssl.ca.location"
 
 
 def test_rabbitmq_consumer_handles_what_came_over_verified_tls_and_refuses_a_stranger(
@@ -387,11 +392,17 @@ def test_rabbitmq_consumer_handles_what_came_over_verified_tls_and_refuses_a_str
     published(fencepost, sealed, table, queue)
 
     def runner(trusted: Authority) -> RabbitRunner:
-        files = f"cafile={trusted.path}&certfile={authority.client.chain}&keyfile={authority.client.key}"
-        return RabbitRunner(handled, sealed.dsn, url=f"{table['address']}?{files}", queue=queue, options=FAST)
+        context = tls_context(
+            {
+                "tls_ca": str(trusted.path),
+                "tls_certificate": str(authority.client.chain),
+                "tls_key": str(authority.client.key),
+            }
+        )
+        return RabbitRunner(handled, sealed.dsn, url=table["address"], queue=queue, options=FAST, context=context)
 
     with consuming(runner(authority)):
         arrives(sealed)
     with pytest.raises(Unreachable) as caught:
         runner(stranger).run(threading.Event())
-    assert "guest" not in str(caught.value)
+    assert (caught.value.field, "guest" in str(caught.value)) == ("context", False)

@@ -16,7 +16,6 @@ from conformance.harness import Arrived
 from conformance.on_rabbitmq import OnRabbit
 from fencepost.relay import outbox
 from fencepost.relay.destination import Destination
-from fencepost.relay.health import HealthAddress
 from fencepost.relay.outbox import Accepted
 from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Publisher, Route
@@ -24,6 +23,7 @@ from fencepost.relay.rabbitmq import RabbitPublisher
 from fencepost.relay.recycling import Recycler
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas import migrate
+from fencepost.schemas.health import HealthAddress
 from stack.postgres import PostgresServer
 from support.database import Database
 from support.health import LOOPBACK, ask, becomes, metric, readiness, running

@@ -11,7 +11,6 @@ from uuid import uuid4
 import pytest
 
 from fencepost.relay import backlog
-from fencepost.relay.health import CONNECTIONS_MAX, Answer, HealthAddress, HealthServer
 from fencepost.relay.loop import DestinationLoop
 from fencepost.relay.publisher import Answer as BrokerAnswer
 from fencepost.relay.publisher import OutboxRow, Outcome, ParkReason
@@ -19,6 +18,7 @@ from fencepost.relay.readiness import Watch
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas import arming, migrate
 from fencepost.schemas.errors import ConfigError
+from fencepost.schemas.health import CONNECTIONS_MAX, Answer, HealthAddress, HealthServer
 from stack.places import free_port, listens
 from stack.postgres import PostgresServer
 from support.database import Database

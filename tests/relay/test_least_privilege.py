@@ -9,9 +9,9 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from fencepost.relay.health import HealthAddress
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas import grants, migrate
+from fencepost.schemas.health import HealthAddress
 from fencepost.schemas.witness import FileWitness
 from support.database import Database
 from support.health import LOOPBACK, running

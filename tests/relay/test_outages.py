@@ -12,10 +12,10 @@ from conformance.harness import Arrived, Broker
 from conformance.on_rabbitmq import OnRabbit
 from fencepost.relay import outbox
 from fencepost.relay.destination import Destination
-from fencepost.relay.health import HealthAddress
 from fencepost.relay.publisher import Route
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas.event import Event
+from fencepost.schemas.health import HealthAddress
 from support.database import Database
 from support.health import LOOPBACK, ask, becomes, metric, running
 from support.processes import wait_for

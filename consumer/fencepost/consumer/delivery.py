@@ -17,7 +17,7 @@ from typing import Literal, Self, assert_never, cast
 
 from fencepost.schemas import amqp_binding, kafka_binding
 from fencepost.schemas.envelope import Envelope
-from fencepost.schemas.errors import InvalidInput
+from fencepost.schemas.errors import FencepostError, InvalidInput
 
 __all__ = ["COORDINATES_CHARS_MAX", "Delivery"]
 
@@ -145,6 +145,20 @@ class Delivery:
                 return amqp_binding.decode(dict(self.headers), self.content_type, self.body)
             case _:
                 assert_never(self.broker)
+
+    @property
+    def order(self) -> bytes:
+        """What is equal for deliveries whose order must be kept: the record's key, else tenant and ordering key.
+
+        Empty for what has neither, such as a message that cannot be read: those keep their order among each other.
+        """
+        if self.key is not None:
+            return self.key
+        try:
+            read = self.envelope()
+        except FencepostError:
+            return b""
+        return kafka_binding.key(read.tenant, read.ordering_key)
 
     def stored_headers(self) -> list[list[object]]:
         """Headers as PostgreSQL can store them, in order: [name, value]; unstorable text as ``{"base64": ...}``.

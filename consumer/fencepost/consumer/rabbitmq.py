@@ -1,8 +1,9 @@
 """RabbitMQ: a delivery is acknowledged on its own channel, and only after the commit in the database.
 
-Messages of a queue are handled side by side, up to ``concurrency``; who needs their order declares the queue with a
-single active consumer and uses prefetch 1. The broker closes the channel of a delivery that stays unacknowledged
-for too long (30 minutes by default): a handler that takes longer is run again elsewhere and finds itself a duplicate.
+Messages of one ordering key are handled one after the other in the order of their arrival, keys side by side, up to
+``concurrency``. Several processes share a queue without order between them: where that matters, the queue is declared with
+a single active consumer. The broker closes the channel of a delivery that stays unacknowledged for too long (30 minutes by
+default): it comes back on a new channel, its acknowledgement is dropped, and the reservation knows it for a duplicate.
 
 Crash here (R1): after the commit, before the acknowledgement. The broker delivers again; the reservation knows.
 """
@@ -11,33 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, cast
 
 import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage, AbstractQueue
-from aio_pika.exceptions import (
-    AMQPError,
-    AuthenticationError,
-    ChannelInvalidStateError,
-    ChannelNotFoundEntity,
-    ChannelPreconditionFailed,
-    ProbableAuthenticationError,
-)
+from aio_pika.exceptions import ChannelPreconditionFailed
 from yarl import URL
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
-from fencepost.consumer.outcomes import Handled
-from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries, require_fit
+from fencepost.consumer.rabbitmq_queue import arguments_of, declared, refused, weaknesses
+from fencepost.consumer.rabbitmq_serving import LOSSES, Serving
+from fencepost.consumer.runner import RunnerOptions, require_fit
 from fencepost.consumer.signals import stop_on_signals
+from fencepost.consumer.standing import BrokerState, Standing
 from fencepost.consumer.transactions import AsyncDatabase, Database
 from fencepost.consumer.upkeep import Upkeep
-from fencepost.schemas.errors import ConfigError, Unreachable
+from fencepost.schemas.amqp_address import checked_address
+from fencepost.schemas.errors import ConfigError
 
 __all__ = ["RabbitRunner"]
 
@@ -47,8 +44,7 @@ CONNECT_SECONDS = 10.0
 CHECK_SECONDS = 5.0
 HEARTBEAT_SECONDS = 20
 STOP_POLL_SECONDS = 0.1
-
-_LOSSES = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError)
+MOVE_SECONDS = 0.5
 
 
 class _Connection(aio_pika.Connection):
@@ -63,7 +59,11 @@ class RabbitRunner:
 
     ``database`` as of `Inbox.handle`. The queue must exist, unless ``declare``: then a durable topic exchange, a quorum
     queue bound to it by ``routing_keys`` and limited to ``delivery_limit`` deliveries, and a queue ``<queue>.dead`` for
-    what exceeds the limit are declared. ``prefetch`` bounds what is unacknowledged at a time.
+    what exceeds the limit are declared. Of a queue that is not declared here, what could
+    drop a message is logged once. ``prefetch`` bounds what is unacknowledged at a time.
+
+    Without ``insecure``, ConfigError for ``amqp://`` off loopback (credentials in the clear) and for TLS that does not
+    verify the server. ``context``: TLS with an authority or a client certificate of your own.
     """
 
     def __init__(
@@ -79,6 +79,8 @@ class RabbitRunner:
         delivery_limit: int = 20,
         prefetch: int = 16,
         options: RunnerOptions | None = None,
+        context: ssl.SSLContext | None = None,
+        insecure: bool = False,
     ) -> None:
         if not queue:
             raise ConfigError("queue is empty", field="queue")
@@ -88,11 +90,15 @@ class RabbitRunner:
             )
         if not 1 <= delivery_limit <= 1_000_000:
             raise ConfigError("delivery_limit is not between 1 and 1000000", field="delivery_limit")
+        if context is not None and not insecure and context.verify_mode is not ssl.CERT_REQUIRED:
+            raise ConfigError("the server would not be verified", field="context", hint="or insecure=True")
         self._inbox = inbox
         self._database = database
         require_fit(inbox, database)
-        require_fit(inbox, database)
-        self._url = url
+        self._url = checked_address(url, insecure=insecure)
+        self._context = context
+        self._looked = False
+        self.standing = Standing(inbox.consumer, "rabbitmq")
         self._queue = queue
         self._exchange = exchange
         self._routing_keys = list(routing_keys)
@@ -115,7 +121,10 @@ class RabbitRunner:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """As `run`, in the caller's event loop."""
-        serving = _Serving(self._inbox, self._database, self._options, stop)
+        serving = Serving(self._inbox, self._database, self._options, stop, self.standing)
+        self._looked, self.standing.draining = False, False
+        self.standing.in_flight, self.standing.oldest = serving.in_flight, serving.oldest
+        moving = asyncio.create_task(self._moving(stop))
         upkeep = Upkeep(self._inbox.consumer, self._database)
         upkeep.start()
         serving.give_back()
@@ -123,7 +132,15 @@ class RabbitRunner:
             await self._connected(serving, stop)
         finally:
             await serving.end()
+            moving.cancel()
             await asyncio.to_thread(upkeep.stop)
+
+    async def _moving(self, stop: asyncio.Event) -> None:
+        """A loop that a handler blocks does not come here, and is told as standing still."""
+        while True:
+            self.standing.moved()
+            self.standing.draining = stop.is_set()
+            await asyncio.sleep(MOVE_SECONDS)
 
     async def _until(self, stop: threading.Event) -> None:
         stopped = asyncio.Event()
@@ -139,7 +156,7 @@ class RabbitRunner:
         finally:
             watching.cancel()
 
-    async def _connected(self, serving: _Serving, stop: asyncio.Event) -> None:
+    async def _connected(self, serving: Serving, stop: asyncio.Event) -> None:
         """Sessions one after the other, each on a connection of its own, until stopped."""
         deadline = time.monotonic() + self._options.start_seconds
         tries, ever = 0, False
@@ -147,25 +164,31 @@ class RabbitRunner:
             session = _Session(stop)
             try:
                 await self._session(session, serving)
-            except _LOSSES as error:
+            except LOSSES as error:
                 ever = ever or session.consuming
+                if ever:
+                    self.standing.broker = BrokerState.UNREACHABLE
+                if session.consuming:
+                    self.standing.lost()
                 tries = 1 if session.consuming else tries + 1
                 pause = self._options.backoff(tries)
                 if not ever and (isinstance(error, ChannelPreconditionFailed) or time.monotonic() + pause > deadline):
-                    raise self._refused(error) from None
+                    raise refused(error, self._queue, self._url) from None
                 log.warning("%s: RabbitMQ lost (%s), again in %.1f s", self._queue, type(error).__name__, pause)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), pause)
 
-    async def _session(self, session: _Session, serving: _Serving) -> None:
+    async def _session(self, session: _Session, serving: Serving) -> None:
         url = URL(self._url)
         if "heartbeat" not in url.query:
             url = url.update_query(heartbeat=str(HEARTBEAT_SECONDS))
-        connection = await aio_pika.connect(url, timeout=CONNECT_SECONDS, connection_class=_Connection)
+        connection = await aio_pika.connect(
+            url, timeout=CONNECT_SECONDS, connection_class=_Connection, ssl_context=self._context
+        )
         try:
             channel = await connection.channel(publisher_confirms=False)
             await channel.set_qos(prefetch_count=self._prefetch, timeout=CONNECT_SECONDS)
-            queue = await self._found(channel)
+            queue = await self._found(connection, channel)
             session.watch(connection, channel)
             cluster, vhost = _cluster(connection), url.path.removeprefix("/") or "/"
 
@@ -173,17 +196,19 @@ class RabbitRunner:
                 serving.take(session, message, self._delivery(cluster, vhost, message))
 
             tag = await queue.consume(arrived, no_ack=False, timeout=CONNECT_SECONDS)
-            session.consuming = True
+            session.consuming = self.standing.consuming = True
+            self.standing.broker = BrokerState.CONNECTED
             log.info("%s: consuming", self._queue)
             while not await session.over(CHECK_SECONDS):
                 await self._check(channel)
             if not session.lost.is_set():
-                with suppress(*_LOSSES):
+                with suppress(*LOSSES):
                     await queue.cancel(tag, timeout=CONNECT_SECONDS)
                 await serving.drain()
         finally:
             session.closed = True
-            with suppress(*_LOSSES):
+            self.standing.consuming = False
+            with suppress(*LOSSES):
                 await asyncio.wait_for(connection.close(), CONNECT_SECONDS)
         if session.lost.is_set():
             raise ConnectionError("the channel or the consumer is gone")
@@ -194,31 +219,24 @@ class RabbitRunner:
         if not found.declaration_result.consumer_count:
             raise ConnectionError("the broker does not know this consumer any more")
 
-    async def _found(self, channel: AbstractChannel) -> AbstractQueue:
-        if not self._declare:
-            return await channel.declare_queue(self._queue, passive=True, timeout=CONNECT_SECONDS)
-        dead = f"{self._queue}.dead"
-        await channel.declare_queue(dead, durable=True, arguments={"x-queue-type": "quorum"}, timeout=CONNECT_SECONDS)
-        queue = await channel.declare_queue(
-            self._queue,
-            durable=True,
-            arguments={
-                "x-queue-type": "quorum",
-                "x-delivery-limit": self._delivery_limit,
-                # Invariant: what exceeds the limit moves to a queue, confirmed; without this it would be dropped.
-                "x-dead-letter-exchange": "",
-                "x-dead-letter-routing-key": dead,
-                "x-dead-letter-strategy": "at-least-once",
-                "x-overflow": "reject-publish",
-            },
-            timeout=CONNECT_SECONDS,
-        )
-        if self._exchange:
-            exchange = await channel.declare_exchange(
-                self._exchange, aio_pika.ExchangeType.TOPIC, durable=True, timeout=CONNECT_SECONDS
+    async def _found(self, connection: AbstractConnection, channel: AbstractChannel) -> AbstractQueue:
+        if self._declare:
+            return await declared(
+                channel,
+                self._queue,
+                exchange=self._exchange,
+                routing_keys=self._routing_keys,
+                delivery_limit=self._delivery_limit,
             )
-            for key in self._routing_keys:
-                await queue.bind(exchange, key, timeout=CONNECT_SECONDS)
+        queue = await channel.declare_queue(self._queue, passive=True, timeout=CONNECT_SECONDS)
+        if not self._looked:
+            self._looked = True
+            arguments = await arguments_of(connection, self._queue)
+            if arguments is None:
+                log.info("%s: how it is declared cannot be seen by this login", self._queue)
+                return queue
+            for weakness in weaknesses(arguments):
+                log.warning("%s: unless a policy says otherwise, %s", self._queue, weakness)
         return queue
 
     def _delivery(self, cluster: str, vhost: str, message: AbstractIncomingMessage) -> Delivery:
@@ -232,24 +250,6 @@ class RabbitRunner:
             body=message.body,
             redelivered=bool(message.redelivered),
         )
-
-    def _refused(self, error: Exception) -> Exception:
-        match error:
-            case ChannelNotFoundEntity():
-                return ConfigError(
-                    f"the queue {self._queue} does not exist", field="queue", hint="declare it, or use declare=True"
-                )
-            case ChannelPreconditionFailed():
-                return ConfigError(
-                    f"the queue {self._queue} or its exchange exists with other properties",
-                    field="queue",
-                    hint="declare it as it is elsewhere, or use declare=False",
-                )
-            case AuthenticationError() | ProbableAuthenticationError():
-                what = "RabbitMQ refused the login"
-            case _:
-                what = f"RabbitMQ did not answer: {type(error).__name__}"
-        return Unreachable(what, address=self._url, field="url", hint="check that RabbitMQ runs there")
 
 
 class _Session:
@@ -276,111 +276,6 @@ class _Session:
         for task in pending:
             task.cancel()
         return bool(done)
-
-
-class _Serving:
-    """The deliveries in hand: they outlive the session that brought them, their acknowledgement does not."""
-
-    def __init__(
-        self,
-        inbox: Inbox[Any] | AsyncInbox[Any],
-        database: Database | AsyncDatabase,
-        options: RunnerOptions,
-        stop: asyncio.Event,
-    ) -> None:
-        self._options = options
-        self._stop = stop
-        self._slots = asyncio.Semaphore(options.concurrency)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._giving_back: asyncio.Task[None] | None = None
-        self._retrying = False
-        self._pool: ThreadPoolExecutor | None = None
-        self._sync: Handling | None = None
-        self._async: AsyncHandling | None = None
-        if isinstance(inbox, AsyncInbox):
-            self._async = AsyncHandling(inbox, cast(AsyncDatabase, database), options)
-        else:
-            self._sync = Handling(inbox, cast(Database, database), options)
-            self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="fencepost-consumer")
-
-    def take(self, session: _Session, message: AbstractIncomingMessage, delivery: Delivery) -> None:
-        """Works on a delivery in a task of its own; prefetch bounds their number."""
-        task = asyncio.create_task(self._work(session, message, delivery))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def give_back(self) -> None:
-        """Handles dead letters that an operator gave back, one at a time where no message waits, until it ends."""
-        self._giving_back = asyncio.create_task(self._given_back())
-
-    async def _given_back(self) -> None:
-        while not self._stop.is_set():
-            found = False
-            if not self._slots.locked():
-                async with self._slots:
-                    self._retrying = True
-                    try:
-                        found = await self._retry()
-                    finally:
-                        self._retrying = False
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), 0.001 if found else self._options.idle_seconds)
-
-    async def _retry(self) -> bool:
-        if self._async is not None:
-            return await self._async.retry()
-        assert self._sync is not None
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.retry)
-
-    async def _work(self, session: _Session, message: AbstractIncomingMessage, delivery: Delivery) -> None:
-        tries = Tries(self._options)
-        while True:
-            async with self._slots:
-                if self._stop.is_set() or session.closed:
-                    return  # Not acknowledged: the broker gives it to somebody else.
-                result = await self._attempt(delivery, tries)
-            if isinstance(result, Handled):
-                break
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), result.seconds)
-        if session.closed:
-            log.warning("%s: acknowledgement dropped, its channel is closed", delivery.coordinates)
-            return
-        try:
-            await message.ack()
-        except _LOSSES as error:
-            log.warning("%s: acknowledgement lost: %s", delivery.coordinates, type(error).__name__)
-
-    async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
-        if self._async is not None:
-            return await self._async.attempt(delivery, tries)
-        assert self._sync is not None
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.attempt, delivery, tries)
-
-    async def drain(self) -> None:
-        """Waits for running handlers, at most ``drain_seconds``; what waits for its turn gives up by itself."""
-        running = set(self._tasks)
-        if self._giving_back is not None and self._retrying:
-            running.add(self._giving_back)
-        if not running:
-            return
-        _, pending = await asyncio.wait(running, timeout=self._options.drain_seconds)
-        if pending:
-            log.warning("%d handlers were still running after %.0f s", len(pending), self._options.drain_seconds)
-
-    async def end(self) -> None:
-        """Drains, then cancels what is left; a cancelled handler's transaction is rolled back."""
-        await self.drain()
-        left = [*self._tasks, *([] if self._giving_back is None else [self._giving_back])]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._sync is not None:
-            self._sync.close()
-        if self._async is not None:
-            await self._async.close()
 
 
 def _cluster(connection: AbstractConnection) -> str:

@@ -14,7 +14,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-__all__ = ["TopicIds", "retentions"]
+from fencepost.consumer.standing import BrokerState
+
+__all__ = ["Asking", "TopicIds", "retentions"]
 
 log = logging.getLogger("fencepost.consumer.kafka")
 
@@ -31,6 +33,10 @@ class _Describes(Protocol):
     """What we call of the admin client, whose own types leave the futures open."""
 
     def describe_topics(self, topics: TopicCollection, *, request_timeout: float) -> dict[str, Future[_Described]]: ...
+
+
+class _Lists(Protocol):
+    def list_topics(self, topic: str | None = None, timeout: float = -1) -> object: ...
 
 
 class _Entry(Protocol):
@@ -76,6 +82,24 @@ class TopicIds:
         except (KafkaException, TimeoutError) as error:
             log.info("%s: no topic id: %s", topic, type(error).__name__)
             return ""
+
+
+class Asking:
+    """Whether a cluster answers, asked on a client of its own that is made when it is first needed."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = {name: value for name, value in config.items() if name.startswith(_OF_THE_CONNECTION)}
+        self._client: _Lists | None = None
+
+    def state(self) -> BrokerState:
+        """Connected or unreachable, within ``REQUEST_SECONDS``; for one thread."""
+        try:
+            if self._client is None:
+                self._client = cast(_Lists, AdminClient(cast(dict[str, Any], self._config)))
+            self._client.list_topics(timeout=REQUEST_SECONDS)
+        except KafkaException:
+            return BrokerState.UNREACHABLE
+        return BrokerState.CONNECTED
 
 
 def retentions(config: Mapping[str, object], topics: Iterable[str]) -> dict[str, int]:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Annotated, Protocol, cast, runtime_checkable
 
 import typer
 
+from fencepost.consumer.health import serving
+from fencepost.consumer.standing import Standing
 from fencepost.operate import settings, target
+from fencepost.operate.runners import is_handler, runner_of
+from fencepost.operate.settings import ConsumerSettings
 from fencepost.operate.signals import draining
 from fencepost.schemas.errors import ConfigError
+from fencepost.schemas.health import HealthAddress
 
 app = typer.Typer(no_args_is_help=True, help="Handle every event once, whatever the broker delivers.")
 log = logging.getLogger("fencepost.consumer")
+
+OFF = "off"
+Insecure = Annotated[
+    bool, typer.Option("--insecure-db", help="Allow a database on another machine without sslmode=verify-full.")
+]
 
 
 @runtime_checkable
@@ -34,24 +45,60 @@ def run(
     path: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:CONSUMER", help="A runner, or a function of the database's address that makes one."
+            metavar="MODULE:CONSUMER",
+            help="A handler (@inbox), a runner, or a function of the database's address that makes one.",
         ),
     ],
+    insecure_db: Insecure = False,
 ) -> None:
     """Consume until stopped; the first SIGTERM or SIGINT drains, the second leaves at once.
 
-    Exit code 3 when the broker does not answer within the runner's `start_seconds`.
+    A handler gets its broker and limits from the settings [consumer]; a runner brings its own. Exit code 3 when the broker
+    does not answer within `start` seconds.
     """
-    dsn = settings.load().dsn()
+    chosen = settings.load()
+    dsn = chosen.dsn(insecure=insecure_db)
+    runner = _runner(path, dsn, chosen.consumer)
+    stop = threading.Event()
+    with draining(stop.set), _health(runner, dsn, chosen.consumer):
+        log.info("consumer %s runs", path)
+        runner.run(stop)
+
+
+def _runner(path: str, dsn: str, chosen: ConsumerSettings) -> Runner:
     found = target.load(path, "consumer")
+    if is_handler(found):
+        found = runner_of(found, dsn, chosen)
     # A class of runners has a `run` as well, but is not one.
-    if callable(found) and (isinstance(found, type) or not isinstance(found, Runner)):
+    elif callable(found) and (isinstance(found, type) or not isinstance(found, Runner)):
         found = cast(Callable[[str], object], found)(dsn)
     if not isinstance(found, Runner):
         raise ConfigError(
-            f"{path} is neither a runner nor a function that makes one", field="target", hint="e.g. a KafkaRunner"
+            f"{path} is neither a handler nor a runner nor a function that makes one",
+            field="target",
+            hint="e.g. a function with @inbox, or a KafkaRunner",
         )
-    stop = threading.Event()
-    with draining(stop.set):
-        log.info("consumer %s runs", path)
-        found.run(stop)
+    return found
+
+
+@contextmanager
+def _health(runner: Runner, dsn: str, chosen: ConsumerSettings) -> Generator[None]:
+    """Health of a runner that gives an account of itself; without it where only the default address is taken."""
+    standing = getattr(runner, "standing", None)
+    if chosen.health_address == OFF or not isinstance(standing, Standing):
+        yield
+        return
+    try:
+        address = HealthAddress.parse(chosen.health_address, exposed=chosen.health_exposed)
+        served = serving(standing, dsn, address, stalled=chosen.stalled)
+        served.__enter__()
+    except ConfigError as error:
+        if "health_address" in chosen.model_fields_set:
+            raise ConfigError(error.message, field=f"consumer.{error.field}", hint=error.hint) from None
+        log.warning("no health is served: %s", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        served.__exit__(None, None, None)

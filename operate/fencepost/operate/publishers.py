@@ -11,10 +11,10 @@ from fencepost.relay.destination import Destination
 from fencepost.relay.kafka_options import checked_options
 from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Publisher, Route
-from fencepost.relay.rabbitmq_address import checked_address
+from fencepost.schemas.amqp_address import checked_address
 from fencepost.schemas.errors import ConfigError
 
-__all__ = ["maker_of", "pace_of"]
+__all__ = ["RABBIT_TLS", "maker_of", "pace_of", "tls_context"]
 
 # Below the wait for the confirm, so that nothing can be delivered after the relay has given up on it.
 DELIVERY_SHARE = 0.8
@@ -86,7 +86,7 @@ def _publisher(d: DestinationSettings, pace: Pace) -> Callable[[str], Publisher]
             case "rabbitmq":
                 checked_address(address, insecure=d.insecure)
                 numbers = _numbers(options)
-                context = _context(options)
+                context = tls_context(options)
                 from fencepost.relay.rabbitmq import MESSAGE_BYTES, RabbitPublisher
 
                 window = numbers.get("window", RABBIT_WINDOW)
@@ -139,7 +139,7 @@ def _numbers(options: dict[str, str]) -> dict[str, int]:
     return found
 
 
-def _context(options: dict[str, str]) -> ssl.SSLContext | None:
+def tls_context(options: dict[str, str]) -> ssl.SSLContext | None:
     """TLS that verifies the server: with a certificate authority of one's own, and a client certificate where given."""
     authority, certificate, key = (options.get(name) for name in ("tls_ca", "tls_certificate", "tls_key"))
     if authority is None and certificate is None and key is None:

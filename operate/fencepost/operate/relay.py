@@ -17,9 +17,9 @@ from fencepost.operate.refusals import ExitCode, line_of
 from fencepost.operate.relay_check import examine
 from fencepost.operate.settings import RelaySettings
 from fencepost.operate.signals import draining
-from fencepost.relay.health import HealthAddress
 from fencepost.relay.sidecar import Relay, Summary, settle_memory
 from fencepost.schemas.errors import ConfigError, Unreachable
+from fencepost.schemas.health import HealthAddress
 
 app = typer.Typer(no_args_is_help=True, help="Publish committed events to the brokers.")
 app.add_typer(routing.app, name="destinations")
@@ -96,8 +96,8 @@ def _health(chosen: RelaySettings) -> HealthAddress | None:
 
 def _run(make: Callable[[], Relay]) -> Summary:
     relay = make()
-    log.info("the relay runs")
     with draining(relay.stop):
+        log.info("the relay runs")
         return relay.run()
 
 

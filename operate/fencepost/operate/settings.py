@@ -7,6 +7,11 @@
     lease = 30
     health_address = "127.0.0.1:8089"                   # or "off"
 
+    [consumer]                                          # FENCEPOST_CONSUMER_KIND and so on
+    kind = "kafka"
+    address = "kafka.example:9093"
+    topics = ["reports"]
+
     [[destinations]]                                    # FENCEPOST_DESTINATIONS, the same as JSON
     name = "reports"
     kind = "kafka"
@@ -37,6 +42,7 @@ from fencepost.schemas.connect import checked_address
 from fencepost.schemas.errors import ConfigError
 
 __all__ = [
+    "ConsumerSettings",
     "DestinationSettings",
     "RelaySettings",
     "RouteSettings",
@@ -49,6 +55,7 @@ __all__ = [
 FILE = "fencepost.toml"
 PREFIX = "FENCEPOST_"
 RELAY_PREFIX = "FENCEPOST_RELAY_"
+CONSUMER_PREFIX = "FENCEPOST_CONSUMER_"
 SECRETS = "FENCEPOST_SECRETS_DIR"
 SECRET_BYTES_MAX = 65_536
 # Read by compose/, by tests and by the choice of the files; not settings of a command.
@@ -58,6 +65,8 @@ ELSEWHERE_PREFIX = "FENCEPOST_TEST_"
 MATCH = re.compile(r"\*|[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*(\.\*)?")
 VERSIONED = re.compile(r"\.v[0-9]+$")
 HEALTH_ADDRESS = "127.0.0.1:8089"
+IN_JSON = ("topics", "routing_keys", "options")
+CONSUMER_HEALTH_ADDRESS = "127.0.0.1:8090"
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 S = TypeVar("S", bound=BaseSettings)
 
@@ -103,15 +112,7 @@ class DestinationSettings(_Table):
     @model_validator(mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """TOML has numbers and booleans; the clients' options are text. What is in a secret file is read here."""
-        if not isinstance(value, dict):
-            return value
-        given = dict(cast(dict[str, Any], value))
-        if "address" in given:
-            given["address"] = _secret(given["address"])
-        if isinstance(options := given.get("options"), dict):
-            given["options"] = {str(k): _text(_secret(v)) for k, v in cast(dict[str, Any], options).items()}
-        return given
+        return _of_a_broker(value)
 
 
 class _Sources(BaseSettings):
@@ -157,6 +158,42 @@ class RelaySettings(_Sources):
     doorbell: bool = False
 
 
+class ConsumerSettings(_Sources):
+    """The broker of a consumer whose target is a handler, the limits of its runner in seconds, and where health is served.
+
+    `topics`, `group` are for Kafka; `queue`, `exchange`, `routing_keys`, `declare`, `delivery_limit`, `prefetch` for
+    RabbitMQ; `options` as those of a destination. `stalled`: the time without a step after which `/livez` says no.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=CONSUMER_PREFIX)
+
+    kind: Literal["kafka", "rabbitmq"] | None = None
+    address: SecretStr | None = None
+    options: dict[str, SecretStr] = Field(default_factory=dict)
+    insecure: bool = False
+    topics: tuple[str, ...] = ()
+    group: str | None = None
+    queue: str | None = None
+    exchange: str | None = None
+    routing_keys: tuple[str, ...] = ("#",)
+    declare: bool = False
+    delivery_limit: int = 20
+    prefetch: int = 16
+    concurrency: int = 4
+    max_attempts: int = 5
+    drain: Seconds = 25.0
+    start: Seconds = 30.0
+    answer: Seconds = 60.0
+    stalled: Seconds = 60.0
+    health_address: str = CONSUMER_HEALTH_ADDRESS
+    health_exposed: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return _of_a_broker(value)
+
+
 class _General(_Sources):
     model_config = SettingsConfigDict(env_prefix=PREFIX)
 
@@ -174,6 +211,7 @@ class Settings:
     state: Path
     destinations: tuple[DestinationSettings, ...]
     relay: RelaySettings
+    consumer: ConsumerSettings
     insecure_db: bool = False
 
     def dsn(self, *, insecure: bool = False) -> str:
@@ -193,22 +231,21 @@ class Settings:
 def load() -> Settings:
     """The settings of this process, or ConfigError naming the first one that is wrong; values are never quoted."""
     path, values = _file()
-    relay = values.pop("relay", {})
-    if not isinstance(relay, dict):
-        raise ConfigError("relay is not a table", field="relay", hint=f"write [relay] in {path}")
-    times = _checked(RelaySettings, cast(dict[str, Any], relay), "relay", RELAY_PREFIX)
+    relay = _checked(RelaySettings, _table(values, "relay", path), "relay", RELAY_PREFIX)
+    consumer = _checked(ConsumerSettings, _table(values, "consumer", path), "consumer", CONSUMER_PREFIX)
     found = _checked(_General, values, "", PREFIX)
     names = [d.name for d in found.destinations]
     if len(set(names)) < len(names):
         raise ConfigError("two destinations have the same name", field="destinations", hint="rename one of them")
-    return Settings(found.database, found.state, found.destinations, times, found.insecure_db)
+    return Settings(found.database, found.state, found.destinations, relay, consumer, found.insecure_db)
 
 
 def known_variables() -> frozenset[str]:
     """Every FENCEPOST_* variable that something reads."""
     own = {f"{PREFIX}{name.upper()}" for name in _General.model_fields}
     relay = {f"{RELAY_PREFIX}{name.upper()}" for name in RelaySettings.model_fields}
-    return frozenset(own | relay | ELSEWHERE)
+    consumer = {f"{CONSUMER_PREFIX}{name.upper()}" for name in ConsumerSettings.model_fields}
+    return frozenset(own | relay | consumer | ELSEWHERE)
 
 
 def unknown_variables() -> list[str]:
@@ -235,6 +272,25 @@ def _file() -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"{path} is not TOML: {error}", field="FENCEPOST_CONFIG", hint="correct the file") from None
 
 
+def _table(values: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+    found = values.pop(name, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} is not a table", field=name, hint=f"write [{name}] in {path}")
+    return cast(dict[str, Any], found)
+
+
+def _of_a_broker(value: Any) -> Any:
+    """TOML has numbers and booleans; the clients' options are text. What is in a secret file is read here."""
+    if not isinstance(value, dict):
+        return value
+    given = dict(cast(dict[str, Any], value))
+    if "address" in given:
+        given["address"] = _secret(given["address"])
+    if isinstance(options := given.get("options"), dict):
+        given["options"] = {str(k): _text(_secret(v)) for k, v in cast(dict[str, Any], options).items()}
+    return given
+
+
 def _checked(model: type[S], values: dict[str, Any], table: str, prefix: str) -> S:
     make = cast(Any, partial(model, _secrets_dir=_secrets_folder(), **values))
     try:
@@ -246,8 +302,15 @@ def _checked(model: type[S], values: dict[str, Any], table: str, prefix: str) ->
             field=_field(first["loc"], table, prefix),
             hint="correct the setting",
         ) from None
-    except SettingsError:
-        # The only setting that must be JSON; its text is not repeated.
+    except SettingsError as error:
+        # Its text is not repeated.
+        if prefix == CONSUMER_PREFIX:
+            named = next((name for name in IN_JSON if f'"{name}"' in str(error)), "topics")
+            raise ConfigError(
+                "the variable, or the secret file, is not JSON",
+                field=f"{prefix}{named.upper()}",
+                hint='a list like ["reports"], or for options an object',
+            ) from None
         raise ConfigError(
             "the variable, or the secret file, is not JSON",
             field=f"{PREFIX}DESTINATIONS",

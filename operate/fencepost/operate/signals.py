@@ -48,7 +48,8 @@ def draining(stop: Callable[[], None]) -> Generator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
+        # Who was asked to end ends: a second signal on the way out is answered as before, not by dying of it.
+        for number, handler in before.items() if not asked else ():
             signal.signal(number, handler)
         heard.put(0)
         forwarder.join(JOIN_SECONDS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fencepost.relay.loopback import is_loopback
 from fencepost.schemas.errors import ConfigError
+from fencepost.schemas.kafka_security import require_private
 
 ALLOWED = frozenset(
     {
@@ -71,20 +71,6 @@ def checked_options(bootstrap: str, options: Mapping[str, str], *, insecure: boo
             raise ConfigError(
                 f"the Kafka option {name} cannot be set", field=f"options.{name}", hint="see kafka_options.ALLOWED"
             )
-    if insecure:
-        return dict(options)
-    hosts = [address.strip().rpartition("://")[2].rpartition(":")[0] for address in bootstrap.split(",")]
-    protocol = options.get("security.protocol", "plaintext").lower()
-    if protocol == "sasl_plaintext" and not all(is_loopback(host) for host in hosts):
-        raise ConfigError(
-            "SASL without TLS sends credentials in the clear",
-            field="options.security.protocol",
-            hint="use SASL_SSL, or insecure=True where the network itself is protected",
-        )
-    for name, off in (
-        ("enable.ssl.certificate.verification", "false"),
-        ("ssl.endpoint.identification.algorithm", "none"),
-    ):
-        if options.get(name, "").lower() in {off, "0", "f"}:
-            raise ConfigError("the server would not be verified", field=f"options.{name}", hint="set insecure=True")
+    if not insecure:
+        require_private(bootstrap, options, field="options.")
     return dict(options)

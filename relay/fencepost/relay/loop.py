@@ -383,6 +383,8 @@ class DestinationLoop:
 
     def _pause_slots(self, slots: set[int], stopped: set[int]) -> None:
         """Slots with an event that has no answer are read again from their recorded progress, after a growing pause."""
+        # Slots that were stopped together are read together.
+        jitter, now = 0.5 + random.random() / 2, time.monotonic()
         for slot in slots:
             held = self._lease.held.get(slot)
             if held is None:
@@ -390,7 +392,7 @@ class DestinationLoop:
             if slot in stopped:
                 held.read = held.progress.copy()
                 pause = min(SLOT_PAUSE_CAP_SECONDS, SLOT_PAUSE_SECONDS * 2 ** min(held.doubts, 10))
-                held.not_before = time.monotonic() + pause * (0.5 + random.random() / 2)
+                held.not_before = now + pause * jitter
                 held.doubts += 1
             elif held.doubts:
                 held.doubts = 0

@@ -19,11 +19,11 @@ from aiormq import spec
 
 from fencepost.relay.answers import Answers, Key, StoppedKeys, key_of
 from fencepost.relay.publisher import CONFIRMED, UNKNOWN_VERSION, Answer, Outcome, Outgoing, ParkReason, Place, Route
-from fencepost.relay.rabbitmq_address import checked_address
 from fencepost.relay.rabbitmq_link import Line, Link, Loop, NoSuchExchange
 from fencepost.relay.rabbitmq_refusals import unreachable
 from fencepost.relay.structured import Mode, document
 from fencepost.schemas import amqp_binding, json_format
+from fencepost.schemas.amqp_address import checked_address
 from fencepost.schemas.digest import TAG
 from fencepost.schemas.envelope import CONTENT_TYPE
 from fencepost.schemas.errors import ConfigError, FencepostError, Unreachable
@@ -49,7 +49,7 @@ class RabbitPublisher:
     `max_message_bytes`: body size beyond which an event is refused without asking; the default of 16 MiB is that of
     RabbitMQ 4 (3.x: 128 MiB).
     `recheck` (seconds): how long the existence of an exchange is believed. `context`: TLS settings for `amqps://`.
-    ConfigError: see `rabbitmq_address`. Runs an event loop in a thread of its own and reconnects by itself, never
+    ConfigError: see `fencepost.schemas.amqp_address`. Runs an event loop in a thread of its own and reconnects by itself, never
     longer than the deadline of a send.
 
     Blame: every exchange has a channel of its own. When the broker closes it with several events on it, all of them are

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, LiteralString
+from typing import Any
 
 import psycopg
 
@@ -19,31 +19,16 @@ from fencepost.relay.backlog import oldest
 from fencepost.relay.destination import Destination
 from fencepost.relay.loop import DestinationLoop
 from fencepost.schemas.connect import Punctual, connect
+from fencepost.schemas.database_state import DatabaseState, looked, refused
 from fencepost.schemas.errors import FencepostError
 
-__all__ = ["BrokerState", "DatabaseState", "DestinationReport", "Report", "State", "Watch"]
+__all__ = ["BrokerState", "DestinationReport", "Report", "State", "Watch"]
 
-ARMED: LiteralString = "SELECT fencepost.armed()"
 LOOK_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 BROKER_SECONDS = 2.0
 
 log = logging.getLogger("fencepost.relay.readiness")
-
-
-class DatabaseState(StrEnum):
-    """What was last seen of the database.
-
-    disarmed: it answers, and exercises no authority. refused: it answers, and this login may not look.
-    unknown: not looked at yet, or too long ago.
-    """
-
-    READY = "ready"
-    DISARMED = "disarmed"
-    UNREACHABLE = "unreachable"
-    NOT_MIGRATED = "not_migrated"
-    REFUSED = "refused"
-    UNKNOWN = "unknown"
 
 
 class BrokerState(StrEnum):
@@ -188,7 +173,7 @@ class Watch:
                     conn = connect(self._dsn, autocommit=True, answer_within=ANSWER_SECONDS)
                 state = self._look(conn)
             except (psycopg.Error, FencepostError) as error:
-                state = _kind(error)
+                state = refused(error)
             except Exception as error:  # noqa: BLE001 - a watch that ended would make a good relay unready for ever
                 log.error("looking at the database failed: %s", type(error).__name__)
                 state = DatabaseState.UNKNOWN
@@ -201,9 +186,9 @@ class Watch:
             conn.close()
 
     def _look(self, conn: Punctual[Any]) -> DatabaseState:
-        row = conn.execute(ARMED).fetchone()
+        state = looked(conn)
         self._oldest = (oldest(conn), time.monotonic())
-        return DatabaseState.READY if row is not None and row[0] is True else DatabaseState.DISARMED
+        return state
 
     def _ask(self, destination: Destination) -> BrokerState:
         if not destination.opened:
@@ -214,13 +199,3 @@ class Watch:
             log.error("asking the broker of %s failed: %s", destination.name, type(error).__name__)
             return BrokerState.UNKNOWN
         return BrokerState.CONNECTED if answers else BrokerState.UNREACHABLE
-
-
-def _kind(error: Exception) -> DatabaseState:
-    match error:
-        case psycopg.errors.UndefinedFunction() | psycopg.errors.UndefinedTable() | psycopg.errors.InvalidSchemaName():
-            return DatabaseState.NOT_MIGRATED
-        case psycopg.Error() if error.sqlstate is not None and not isinstance(error, psycopg.OperationalError):
-            return DatabaseState.REFUSED
-        case _:
-            return DatabaseState.UNREACHABLE

@@ -15,13 +15,14 @@ import psycopg
 
 from fencepost.relay.destination import Destination, NoRoute
 from fencepost.relay.doorbell import Doorbell
-from fencepost.relay.health import STALLED_SECONDS, HealthAddress, HealthServer, answering
+from fencepost.relay.health import answering
 from fencepost.relay.loop import DestinationLoop
 from fencepost.relay.pace import Pace
 from fencepost.relay.readiness import LOOK_SECONDS, Watch
 from fencepost.relay.recycling import Recycler
 from fencepost.schemas import arming
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable, WitnessMismatch
+from fencepost.schemas.health import STALLED_SECONDS, HealthAddress, HealthServer
 from fencepost.schemas.keeper import Keeper
 
 log = logging.getLogger("fencepost.relay")

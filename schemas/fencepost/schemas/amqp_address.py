@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs, urlsplit
 
-from fencepost.relay.loopback import is_loopback
 from fencepost.schemas.errors import ConfigError
+from fencepost.schemas.loopback import is_loopback
 
 
 def checked_address(url: str, *, insecure: bool) -> str:
