@@ -31,7 +31,7 @@ check: $(STAMP) ## linters, both type checkers, import contracts, layout
 fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, nothing out of order
 	$(PY) bench/fuzz_order.py
 
-bench: bench-relay bench-consumer bench-replay ## every benchmark
+bench: bench-relay bench-replay bench-consumer ## every benchmark
 
 bench-doorbell: $(STAMP) services ## what the doorbell costs the writers
 	$(PY) bench/doorbell.py $(BENCH)

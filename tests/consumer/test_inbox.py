@@ -368,6 +368,22 @@ def test_a_handler_may_name_its_application_and_is_told_all_the_same_when_it_end
             naming.handle(conn, from_kafka(envelope(operation="op-2"), 1))
 
 
+def test_a_name_that_is_the_mark_already_proves_nothing(domain: Database) -> None:
+    ends = False
+
+    @inbox(consumer="reports")
+    def ending(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+        if ends:
+            tx.execute("COMMIT; BEGIN")
+
+    with domain.connect(autocommit=True, application_name="a" * 50 + " (inbox)") as conn:
+        assert ending.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
+        ends = True
+        with pytest.raises(CommitWasRollback):
+            ending.handle(conn, from_kafka(envelope(operation="op-2"), 1))
+
+
 @pytest.mark.parametrize("name", ["", "a" * 63, "x (inbox)"])
 def test_one_statement_reserves_whatever_the_application_is_called(domain: Database, name: str) -> None:
     asked: list[str] = []

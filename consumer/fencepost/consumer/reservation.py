@@ -35,9 +35,10 @@ FROM fencepost.reserve(
 # the transaction: the server reports the name when it goes back, so a client sees without asking that its transaction stands.
 RESERVE_WITHIN: LiteralString = """
 SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text,
-       set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true),
+       nullif(set_config('application_name', left(w.named, 50) || ' (inbox)', true), w.named),
        set_config('lock_timeout', w.before, true)
-FROM (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %(wait)s, true) AS wait OFFSET 0) AS w,
+FROM (SELECT current_setting('application_name') AS named, current_setting('lock_timeout') AS before,
+             set_config('lock_timeout', %(wait)s, true) AS wait OFFSET 0) AS w,
 LATERAL fencepost.reserve(
     CASE WHEN w.wait IS NOT NULL THEN %(tenant)s END, %(consumer)s, %(operation)s, %(type)s, %(version)s::integer,
     %(event_id)s::uuid, %(source)s, %(epoch)s::bigint, %(binding)s, %(event_time)s::timestamptz, %(coordinates)s,
