@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from datetime import datetime
 from typing import Any, LiteralString, Self, cast
 
 import aio_pika
@@ -29,7 +30,7 @@ from fencepost.schemas import amqp_binding, kafka_binding
 
 READ: LiteralString = """
 SELECT o.slot, o.seq, o.event_id::text, o.tenant, o.operation, o.type, o.version, o.epoch, o.ordering_key, o.digest,
-       o.recorded_at, o.content_type, o.attributes::text, o.payload, o.reference
+       to_char(o.recorded_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), o.content_type, o.attributes::text, o.payload, o.reference
 FROM fencepost.outbox AS o WHERE o.slot = %(slot)s AND o.seq > %(seq)s ORDER BY o.seq LIMIT %(rows)s"""
 SLOTS = 16
 READ_ROWS = 2000
@@ -190,7 +191,7 @@ async def _rabbit(o: Options, batches: Iterator[list[OutboxRow]]) -> dict[str, f
                     content_type="application/json",
                     delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
                     message_id=str(r.event_id),
-                    timestamp=r.recorded_at,
+                    timestamp=datetime.fromisoformat(r.recorded_at),
                 )
 
     connection = await aio_pika.connect(o["url"])

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from fencepost.relay.publisher import Answer, OutboxRow, Outcome, Outgoing, ParkReason, Publisher, Route
 from fencepost.schemas import content, digest
-from fencepost.schemas.envelope import Envelope
+from fencepost.schemas.envelope import Envelope, instant
 
 SOURCE = "urn:fencepost:conformance"
 TENANT = "acme"
@@ -95,7 +95,7 @@ def event(route: Route, seq: int, key: str = "k", *, size: int = 200, tenant: st
         epoch=7,
         ordering_key=key,
         digest=digest.digest(tenant, operation, "report.accepted", 1, 7, content.binding(payload)).raw,
-        recorded_at=datetime.now(UTC),
+        recorded_at=instant(datetime.now(UTC)),
         content_type="application/json",
         attributes='{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}',
         payload=payload,

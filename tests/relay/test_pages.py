@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, LiteralString
 
 import psycopg
@@ -10,6 +11,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from fencepost.relay.pages import IN_ORDER, LARGE, LATE, MAIN, PageReader, Part, Progress, newest_tick
+from fencepost.schemas.envelope import instant
 from support.database import Database
 from support.relays import accept, accepted, value
 
@@ -100,6 +102,20 @@ def test_a_part_stays_within_its_share_of_memory_but_for_one_event(database: Dat
         newest_tick(conn, 0)
         parts = reader.read({slot: (1, Progress(0, 1 + slot % 2, 0)) for slot in range(16)})
         assert sum(len(row.payload) for part in parts for row in part.rows) <= 16 * (1000 + 200)
+
+
+def test_times_are_read_as_the_text_that_is_sent_whatever_the_zone_of_the_session(database: Database) -> None:
+    times = ("2026-01-01 00:00:00+00", "2026-03-29 01:30:00.000007+02", "1999-12-31 23:59:59.999999-08")
+    with database.connect(autocommit=True) as conn:
+        accepted(database, *times, key="k")
+        for at in times:
+            conn.execute("UPDATE fencepost.outbox SET recorded_at = %s WHERE operation = %s", (at, at))
+        newest_tick(conn, 0)
+        conn.execute("SET TimeZone = 'Asia/Kolkata'")
+        parts = whole(PageReader(conn, 1), value(conn, SLOT_OF), 0, 1)
+        assert [row.recorded_at for part in parts for row in part.rows] == [
+            instant(datetime.fromisoformat(at)) for at in times
+        ]
 
 
 def test_without_payloads_the_same_page_is_read_and_no_payload_with_it(database: Database) -> None:

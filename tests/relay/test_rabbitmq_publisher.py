@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Generator, Iterator
+from datetime import datetime
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_the_time_of_the_event_is_the_timestamp_property(on: OnRabbit, publisher
     sent = event(route, 1)
     assert send(publisher, [sent]) == [CONFIRMED]
     (arrived,) = on.read(route, 1)
-    assert sent.row.recorded_at.replace(microsecond=0) in arrived.wire
+    assert datetime.fromisoformat(sent.row.recorded_at).replace(microsecond=0) in arrived.wire
 
 
 @pytest.mark.timeout(120)

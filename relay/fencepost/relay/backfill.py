@@ -54,8 +54,8 @@ CROSS JOIN LATERAL (
                       WHERE k.destination = %(destination)s AND k.slot = o.slot AND k.tenant = o.tenant
                         AND k.ordering_key = o.ordering_key AND k.seq = o.seq)) AS x"""
 EVENTS: LiteralString = """
-SELECT b.slot, b.seq, b.event_id, b.tenant, b.operation, b.type, b.version, b.epoch, b.ordering_key, b.digest, b.recorded_at,
-       b.content_type, b.attributes::text, b.payload, b.reference
+SELECT b.slot, b.seq, b.event_id, b.tenant, b.operation, b.type, b.version, b.epoch, b.ordering_key, b.digest,
+       to_char(b.recorded_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), b.content_type, b.attributes::text, b.payload, b.reference
 FROM (SELECT x.*, sum(octet_length(x.payload)) OVER (ORDER BY x.seq) AS total
       FROM unnest(%(slots)s::integer[], %(snaps)s::text[]) AS p (slot, snap)
       CROSS JOIN LATERAL (

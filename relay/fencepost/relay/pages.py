@@ -24,18 +24,19 @@ SELECT t.n, t.hint, t.next::text, t.snap::text, t.snap_xmax::text, t.snap_xip::t
 FROM fencepost.tick AS t WHERE t.era = %(era)s AND t.n = ANY (%(numbers)s)"""
 
 # Whatever the statistics say: by the index on (slot, seq), in its order; a sort of the whole page for each part of it is
-# what makes a backlog slow. Times arrive in UTC, as they are sent, whatever the session's zone.
+# what makes a backlog slow.
 IN_ORDER: LiteralString = """
 SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', 'off', true),
-       set_config('enable_seqscan', 'off', true), set_config('TimeZone', 'UTC', true)"""
+       set_config('enable_seqscan', 'off', true)"""
 
 # Which slots have late rows, and where they begin: most pages have none, and then nothing below the hint is touched.
 LATE_FROM: LiteralString = "SELECT slot, first_seq FROM fencepost.late_rows(%(era)s, %(start)s, %(end)s)"
 
-# Payloads of more than a row's part of the memory stay behind: their length is known without reading them.
+# Payloads of more than a row's part of the memory stay behind: their length is known without reading them. Times are the
+# text that is sent, the same as `fencepost.schemas.envelope.instant` makes.
 LATE: LiteralString = """
-SELECT r.slot, r.seq, r.event_id::text, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
-       r.content_type, r.attributes::text,
+SELECT r.slot, r.seq, r.event_id::text, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest,
+       to_char(r.recorded_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), r.content_type, r.attributes::text,
        CASE WHEN NOT %(payloads)s THEN '' WHEN octet_length(r.payload) <= %(small)s THEN r.payload END, r.reference
 FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
 CROSS JOIN LATERAL (
@@ -45,8 +46,8 @@ CROSS JOIN LATERAL (
       AND pg_visible_in_snapshot(o.xid, %(end_snap)s::pg_snapshot)
     ORDER BY o.seq LIMIT %(rows)s) AS r"""
 MAIN: LiteralString = """
-SELECT r.slot, r.seq, r.event_id::text, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest, r.recorded_at,
-       r.content_type, r.attributes::text,
+SELECT r.slot, r.seq, r.event_id::text, r.tenant, r.operation, r.type, r.version, r.epoch, r.ordering_key, r.digest,
+       to_char(r.recorded_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), r.content_type, r.attributes::text,
        CASE WHEN NOT %(payloads)s THEN '' WHEN octet_length(r.payload) <= %(small)s THEN r.payload END, r.reference
 FROM unnest(%(slots)s::integer[], %(positions)s::bigint[]) AS p (slot, position)
 CROSS JOIN LATERAL (

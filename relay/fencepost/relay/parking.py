@@ -21,8 +21,8 @@ LEFT JOIN LATERAL (SELECT DISTINCT p.tenant, p.ordering_key FROM fencepost.parke
                    WHERE p.destination = s.destination AND p.slot = s.slot) AS k ON true"""
 # now() and not clock_timestamp(), which no index could be asked for.
 DUE: LiteralString = """
-SELECT k.slot, k.seq, k.event_id::text, k.tenant, k.operation, k.type, k.version, k.epoch, k.ordering_key, k.digest, k.recorded_at,
-       k.content_type, k.attributes::text, k.payload, k.reference, k.attempts, k.reason
+SELECT k.slot, k.seq, k.event_id::text, k.tenant, k.operation, k.type, k.version, k.epoch, k.ordering_key, k.digest,
+       to_char(k.recorded_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), k.content_type, k.attributes::text, k.payload, k.reference, k.attempts, k.reason
 FROM fencepost.parked AS k
 WHERE k.destination = %(destination)s AND k.slot = ANY (%(slots)s) AND k.next_try_at <= now()
   AND (%(each)s OR NOT EXISTS (SELECT FROM fencepost.parked AS e

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 from uuid import UUID
 
 
 class OutboxRow(NamedTuple):
-    """One committed event as the page statement returns it; bytes are passed through unchanged."""
+    """One committed event as the page statement returns it; bytes are passed through unchanged, the time is the text that is sent."""
 
     slot: int
     seq: int
@@ -24,7 +23,7 @@ class OutboxRow(NamedTuple):
     epoch: int
     ordering_key: str
     digest: bytes
-    recorded_at: datetime
+    recorded_at: str
     content_type: str
     attributes: str | None
     payload: bytes

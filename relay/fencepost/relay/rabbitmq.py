@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from datetime import datetime
 from typing import cast
 
 import aiormq
@@ -400,7 +401,7 @@ class RabbitPublisher:
             headers=dict(headers),
             delivery_mode=PERSISTENT,
             message_id=str(row.event_id),
-            timestamp=row.recorded_at,
+            timestamp=datetime.fromisoformat(row.recorded_at),
         )
         return body, properties
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Literal, cast
 from uuid import UUID
 
@@ -29,7 +30,7 @@ def document(row: OutboxRow, source: str) -> bytes:
             epoch=row.epoch,
             digest=Digest.parse_raw(row.digest),
             sequence=row.seq,
-            time=row.recorded_at,
+            time=datetime.fromisoformat(row.recorded_at),
             payload=row.payload,
             attributes=cast(dict[str, str], json.loads(row.attributes)) if row.attributes else {},
             reference=row.reference,

@@ -32,7 +32,7 @@ _PREFIX = PREFIXES[0]
 
 
 Encoder = Callable[
-    [UUID | str, str, int, str, str, str, int, bytes, int, datetime, Mapping[str, str] | None, str | None],
+    [UUID | str, str, int, str, str, str, int, bytes, int, datetime | str, Mapping[str, str] | None, str | None],
     dict[str, str],
 ]
 """id, type, version, tenant, operation, ordering key, epoch, stored digest, sequence, time, attributes, reference."""
@@ -51,7 +51,7 @@ def encoder(source: str) -> Encoder:
         epoch: int,
         digest: bytes,
         sequence: int,
-        time: datetime,
+        time: datetime | str,
         attributes: Mapping[str, str] | None,
         reference: str | None,
     ) -> dict[str, str]:
@@ -60,7 +60,7 @@ def encoder(source: str) -> Encoder:
             "ce-id": str(id),
             "ce-source": source,
             "ce-type": _type(type, version),
-            "ce-time": instant(time),
+            "ce-time": time if isinstance(time, str) else instant(time),
             "ce-partitionkey": ordering_key,
             "ce-sequence": f"{sequence:020}",
             "ce-fptenant": tenant,

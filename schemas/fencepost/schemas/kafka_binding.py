@@ -32,7 +32,7 @@ _CONTENT_TYPE = "content-type"
 
 
 class Encoder(Protocol):
-    """Plain column values to headers; ``digest`` is the stored 33 bytes, ``reference`` the ``ref:`` binding."""
+    """Plain column values to headers; ``digest`` is the stored 33 bytes, a ``time`` that is text is sent as it is."""
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ class Encoder(Protocol):
         epoch: int,
         digest: bytes,
         sequence: int,
-        time: datetime,
+        time: datetime | str,
         attributes: Mapping[str, str] | None = None,
         reference: str | None = None,
     ) -> list[Header]: ...
@@ -67,7 +67,7 @@ def encoder(source: str) -> Encoder:
         epoch: int,
         digest: bytes,
         sequence: int,
-        time: datetime,
+        time: datetime | str,
         attributes: Mapping[str, str] | None = None,
         reference: str | None = None,
     ) -> list[Header]:
@@ -78,7 +78,7 @@ def encoder(source: str) -> Encoder:
             third,
             ("ce_id", str(id).encode()),
             of_type,
-            ("ce_time", instant(time).encode()),
+            ("ce_time", (time if isinstance(time, str) else instant(time)).encode()),
             ("ce_partitionkey", ordering_key.encode()),
             ("ce_sequence", b"%020d" % sequence),
             of_tenant,

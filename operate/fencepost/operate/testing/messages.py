@@ -13,7 +13,7 @@ from uuid import UUID
 from fencepost.consumer.delivery import Delivery
 from fencepost.relay.publisher import OutboxRow, Outgoing
 from fencepost.schemas import amqp_binding, kafka_binding
-from fencepost.schemas.envelope import CONTENT_TYPE
+from fencepost.schemas.envelope import CONTENT_TYPE, instant
 
 __all__ = ["Kind", "Message", "encoded", "shuffled"]
 
@@ -85,8 +85,8 @@ class Message:
 
     def older(self, by: timedelta) -> Message:
         """The same message, its event accepted earlier."""
-        recorded: datetime = self.row.recorded_at - by
-        return replace(self, row=self.row._replace(recorded_at=recorded))
+        recorded = datetime.fromisoformat(self.row.recorded_at) - by
+        return replace(self, row=self.row._replace(recorded_at=instant(recorded)))
 
 
 def encoded(kind: Kind, source: str, offset: int, outgoing: Outgoing) -> Message:
