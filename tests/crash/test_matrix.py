@@ -20,6 +20,7 @@ from crash.scene import Lost, Scene
 from crash.victim import WINDOW, Act
 from support.database import Database
 from support.processes import Child, wait_for
+from support.relaying import Noted
 from support.relays import owner_of
 from support.services import Services
 
@@ -100,7 +101,7 @@ def retrying(scene: Scene, label: str, nth: int) -> None:
 def parked(scene: Scene) -> None:
     """Everything of five keys waits behind their first events, which had no binding."""
     broker = cast(OnRabbit, scene.broker)
-    scene.route = broker.route(Lost.event_type.replace("lost", "noted"))
+    scene.route = broker.route(Noted.event_type)
     scene.accept(240, lost=frozenset(range(5)))
     with scene.relay() as first:
         scene.recorded()
