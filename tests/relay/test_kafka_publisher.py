@@ -209,7 +209,7 @@ def test_what_follows_an_event_that_died_with_its_producer_does_not_overtake_it_
 ) -> None:
     route = on.destination()
     # A long linger: the first event is still in the producer when that one dies, so the broker never sees this copy.
-    slow = KafkaPublisher(kafka.bootstrap, source=SOURCE, delivery_timeout=6, options={"linger.ms": "1500"})
+    slow = KafkaPublisher(kafka.bootstrap, source=SOURCE, delivery_timeout=8, options={"linger.ms": "4000"})
     with opened(slow) as publisher:
         assert send(publisher, [event(route, 1)]) == [CONFIRMED]  # the allowed control
         first = publisher.send([event(route, 2)], time.monotonic() + 20)
