@@ -54,6 +54,27 @@ def test_a_second_signal_on_the_way_out_is_answered_as_before_it(tmp_path: Path)
         assert child.text.splitlines() == ["interrupted", "stopped"]
 
 
+LAST = """
+import os, signal
+from fencepost.operate.signals import draining
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=int(signal.SIGTERM), say=os.write):
+        say(1, b"last\\n")
+        kill(pid, number)
+
+with draining(lambda: None):
+    signal.raise_signal(signal.SIGTERM)
+os.last = Last()  # goes when the interpreter has taken its handlers away
+"""
+
+
+def test_a_second_signal_at_the_very_end_does_not_change_how_it_ends(tmp_path: Path) -> None:
+    with Child.script(LAST, folder=tmp_path) as child:
+        assert child.wait(20) == 0, child.text
+        assert "last" in child.text
+
+
 def test_a_block_that_ends_without_a_signal_leaves_neither_handler_nor_thread(tmp_path: Path) -> None:
     quiet = HELD.replace("if sys.argv[1]", "asked.set()\n    if 0 and sys.argv[1]", 1).replace("else:", "elif 0:", 1)
     with Child.script(quiet, folder=tmp_path, arguments=["quiet"]) as child:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -48,8 +49,17 @@ def draining(stop: Callable[[], None]) -> Generator[None]:
     try:
         yield
     finally:
-        # Who was asked to end ends: a second signal on the way out is answered as before, not by dying of it.
-        for number, handler in before.items() if not asked else ():
-            signal.signal(number, handler)
+        # Who was asked to end ends: until all threads are joined a second signal is answered as before it. The very last
+        # steps have no handlers in Python, and nothing is left there that could last: they are not disturbed.
+        if asked:
+            atexit.register(_undisturbed)
+        else:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         heard.put(0)
         forwarder.join(JOIN_SECONDS)
+
+
+def _undisturbed() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
