@@ -22,21 +22,6 @@ from confluent_kafka import Producer
 from txoutbox import Relay, RelayConfig  # type: ignore[import-not-found,unused-ignore]
 from txoutbox.adapters.postgres import PostgresStorage  # type: ignore[import-not-found,unused-ignore]
 
-# As many headers, of the same size, as the relay sends: both write the same records.
-HEADERS = [
-    ("content-type", b"application/json"),
-    ("ce_specversion", b"1.0"),
-    ("ce_source", b"urn:fencepost:01234567-89ab-cdef-0123-456789abcdef"),
-    ("ce_id", b"01234567-89ab-cdef-0123-456789abcdef"),
-    ("ce_type", b"bench.filled.v1"),
-    ("ce_time", b"2026-01-01T00:00:00.000000Z"),
-    ("ce_partitionkey", b"k123"),
-    ("ce_sequence", b"00000000000000123456"),
-    ("ce_fptenant", b"t1"),
-    ("ce_fpoperation", b"op-123456"),
-    ("ce_fpepoch", b"1"),
-    ("ce_fpdigest", b"sha256-v1:" + b"0" * 64),
-]
 PAYLOAD = json.dumps({"order_id": 12345, "customer": "c-0123456789", "note": "x" * 140}).encode()
 
 
@@ -69,7 +54,6 @@ async def one(dsn: str, producer: Any, topic: str, count: int, ordered: bool) ->
             message.topic,
             message.payload,
             message.key,
-            headers=HEADERS,
             on_delivery=lambda error, _: loop.call_soon_threadsafe(future.set_result, None),
         )
         await future
