@@ -187,14 +187,18 @@ def test_metrics_count_what_happened_by_destination_and_reason_and_name_no_tenan
 
 def test_overtaken_events_are_counted(database18: Database) -> None:
     broker = MemoryBroker(Lossy("b-1"), withholding=False)
+    overtaken = 'fencepost_relay_overtaken_total{destination="memory"}'
+    published = 'fencepost_relay_published_total{destination="memory"}'
+    accepted(database18, "a-1", "a-2", key="a")
     with running(relay(database18, broker)) as made:
-        overtaken = 'fencepost_relay_overtaken_total{destination="memory"}'
-        accepted(database18, "a-1", "a-2", key="a")
-        wait_for(lambda: metric(made, 'fencepost_relay_published_total{destination="memory"}') == 2, 20, "the control")
+        wait_for(lambda: metric(made, published) == 2, 20, "the control")
         assert metric(made, overtaken) == 0
-        with database18.connect() as conn:
-            accept(conn, "b-1", "b-2", key="b")
+    # Committed while no relay takes a tick in between: both are read together and sent together.
+    accepted(database18, "b-1", "b-2", key="b")
+    with running(relay(database18, broker)) as made:
+        wait_for(lambda: metric(made, published) == 2, 20, "both events")
         wait_for(lambda: metric(made, overtaken) == 1, 20, "one overtaken event")
+    assert broker.operations() == ["a-1", "a-2", "b-2", "b-1"]
 
 
 def test_the_age_of_the_oldest_unsent_event_grows_until_it_is_sent(database18: Database) -> None:
