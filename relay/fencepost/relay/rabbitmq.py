@@ -306,10 +306,16 @@ class RabbitPublisher:
         alone = line.in_flight == 0 and not line.lost
         line.in_flight += 1
         try:
-            async with asyncio.timeout_at(deadline - MARGIN_SECONDS):
-                result = await under.basic_publish(
-                    body, exchange=name, routing_key=routing_key, properties=properties, mandatory=True
-                )
+            # Not waiting for the socket: what is unconfirmed is bounded by the window, and its bytes are in memory anyway.
+            result = await under.basic_publish(
+                body,
+                exchange=name,
+                routing_key=routing_key,
+                properties=properties,
+                mandatory=True,
+                wait=False,
+                timeout=max(0.0, deadline - MARGIN_SECONDS - time.monotonic()),
+            )
         except aiormq.exceptions.PublishError:
             return Outcome(Answer.REFUSED, ParkReason.UNROUTABLE, f"{name} {routing_key}"[:200])
         except aiormq.exceptions.DeliveryError:

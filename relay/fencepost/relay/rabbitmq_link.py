@@ -9,7 +9,7 @@ import random
 import ssl
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import aio_pika
 import aiormq
@@ -65,7 +65,7 @@ class Line:
 
     def __init__(self) -> None:
         self.channel: AbstractChannel | None = None
-        self.under: aiormq.abc.AbstractChannel | None = None
+        self.under: aiormq.Channel | None = None
         self.checked = 0.0
         self.careful = 0.0
         self.in_flight = 0
@@ -138,7 +138,7 @@ class Link:
                 await channel.initialize(timeout=CHANNEL_SECONDS)
                 line.channel = channel
                 line.lost = False
-                line.under = await channel.get_underlay_channel()
+                line.under = cast(aiormq.Channel, await channel.get_underlay_channel())
         return line
 
     async def require(self, name: str) -> None:
