@@ -60,7 +60,8 @@ def pytest_testnodedown(node: Worker) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for line in summary(config.stash[USED]):
+    used: list[Used] = config.stash[USED]
+    for line in summary(used):
         loud = not line.startswith("services:")
         terminalreporter.write_line(line, red=loud, green=not loud, bold=loud)
 
