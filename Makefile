@@ -1,10 +1,11 @@
 # Every target makes the environment by itself: each is the only command you need to type.
-PYTHON ?= python3
-VENV   := .venv
-PY     := $(VENV)/bin/python
-STAMP  := $(VENV)/.installed
-BROKER ?= embedded
-BENCH  ?=
+PYTHON  ?= python3
+VENV    := .venv
+PY      := $(VENV)/bin/python
+STAMP   := $(VENV)/.installed
+BROKER  ?= embedded
+BENCH   ?=
+WORKERS ?= auto
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .PHONY: help demo test check bench fuzz-order bench-doorbell bench-relay bench-consumer bench-replay soak-consumer stack-up stack-down services
@@ -17,8 +18,8 @@ demo: $(STAMP) ## the main job before your eyes (BROKER=embedded|kafka|rabbitmq)
 	@case "$(BROKER)" in embedded) ;; *) compose/install ;; esac
 	$(PY) examples/reports/demo.py --broker $(BROKER)
 
-test: $(STAMP) services ## every test on real PostgreSQL 18 and 15, PgBouncer, RabbitMQ and Kafka
-	$(PY) -m pytest
+test: $(STAMP) services ## every test on real PostgreSQL 18 and 15, PgBouncer, RabbitMQ and Kafka (WORKERS=0: in one process)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(STAMP) ## linters, both type checkers, import contracts, layout
 	ruff check

@@ -1,27 +1,67 @@
 """Fixtures for real services and for databases of single tests. A missing service skips loudly, and fails in CI."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from typing import Protocol
 
 import pytest
 
+from stack import obtain
 from stack.obtain import Obtained
 from stack.postgres import MAJORS, PostgresServer
 from support.database import Database, Databases
-from support.services import Kafka, Pooler, Rabbit, Services, missing, summary
+from support.services import Kafka, Pooler, Rabbit, Services, Used, missing, summary
 
 SERVICES = pytest.StashKey[Services]()
+USED = pytest.StashKey[list[Used]]()
+OUTPUT = "fencepost_services"
+WORKERS = 3
+
+
+class Worker(Protocol):
+    """What we know of a worker in its controller."""
+
+    config: pytest.Config
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SERVICES] = Services()
+    config.stash[USED] = []
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[SERVICES].close()
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes run tests with `-n auto`: each starts services of its own, on one set there is room for one.
+
+    Invariant: tests of two workers never meet on one server. An open transaction of any of its databases holds up the
+    relays of all the others, and a server's roles and activity belong to nobody.
+    """
+    return 0 if obtain.given() else WORKERS
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ends the services: after the fixtures that stand on them, and before a worker says that it is through."""
+    used = session.config.stash[SERVICES].used()
+    session.config.stash[USED].append(used)
+    output: dict[str, object] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[OUTPUT] = used
+    session.config.stash[SERVICES].close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Worker) -> None:
+    """Takes over what a worker has used; one that died could not say it, and its death is an error anyway."""
+    output: dict[str, Used] = getattr(node, "workeroutput", {})
+    if OUTPUT in output:
+        node.config.stash[USED].append(output[OUTPUT])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for line in summary(config.stash[SERVICES]):
+    used: list[Used] = config.stash[USED]
+    for line in summary(used):
         loud = not line.startswith("services:")
         terminalreporter.write_line(line, red=loud, green=not loud, bold=loud)
 
@@ -52,19 +92,29 @@ def pg18(services: Services) -> Obtained[PostgresServer]:
 
 
 @pytest.fixture(scope="session")
-def databases(pg: Obtained[PostgresServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
-    """Makes databases on `pg`, for tests that need several."""
-    made = Databases(pg.address, tmp_path_factory.mktemp("witness"))
-    yield made
-    made.close()
+def databases_on(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Databases]]:
+    """Makes databases on a PostgreSQL of this version: one template each, however often tests go from one to the other."""
+    with ExitStack() as opened:
+
+        @cache
+        def on(major: str) -> Databases:
+            made = Databases(services.postgres(major).address, tmp_path_factory.mktemp(f"witness{major}"))
+            opened.callback(made.close)
+            return made
+
+        yield on
 
 
 @pytest.fixture(scope="session")
-def databases18(pg18: Obtained[PostgresServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
+def databases(databases_on: Callable[[str], Databases], pg_major: str) -> Databases:
+    """Makes databases on `pg`, for tests that need several."""
+    return databases_on(pg_major)
+
+
+@pytest.fixture(scope="session")
+def databases18(databases_on: Callable[[str], Databases]) -> Databases:
     """Makes databases on `pg18`."""
-    made = Databases(pg18.address, tmp_path_factory.mktemp("witness18"))
-    yield made
-    made.close()
+    return databases_on(MAJORS[0])
 
 
 @pytest.fixture

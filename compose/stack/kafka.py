@@ -4,7 +4,6 @@ import base64
 import hashlib
 import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ from confluent_kafka.admin import AdminClient
 
 from . import places
 from .certificate import Certificate
+from .preparing import prepared
 from .process import Process, Unavailable, run
 
 POM = places.COMPOSE / "kafka" / "pom.xml"
@@ -189,21 +189,14 @@ def answers(bootstrap: str) -> bool:
 def fetch_jars() -> Path:
     """The folder with the jars that `compose/kafka/pom.xml` names, fetched by Maven once into the cache folder."""
     wanted = hashlib.sha256(POM.read_bytes()).hexdigest()[:12]
-    cache = places.cache_folder()
-    jars = cache / f"kafka-{wanted}"
-    if jars.is_dir():
-        return jars
+    return prepared(places.cache_folder() / f"kafka-{wanted}", _fetch, FETCH_SECONDS)
+
+
+def _fetch(scratch: Path) -> Path:
     maven = shutil.which("mvn")
     if maven is None:
         raise Unavailable("Apache Kafka: no mvn found to fetch its jars; as root on Debian run compose/install")
-    with tempfile.TemporaryDirectory(prefix="fetching-", dir=cache) as scratch:
-        fetched = Path(scratch) / "jars"
-        goal = ["dependency:copy-dependencies", f"-DoutputDirectory={fetched}", "-DincludeScope=runtime"]
-        run([maven, "-q", "-B", "-f", str(POM), *goal], within=FETCH_SECONDS)
-        try:
-            fetched.rename(jars)
-        except OSError:
-            # Another process was faster: its folder is complete, because a rename is all or nothing.
-            if not jars.is_dir():
-                raise
-    return jars
+    fetched = scratch / "jars"
+    goal = ["dependency:copy-dependencies", f"-DoutputDirectory={fetched}", "-DincludeScope=runtime"]
+    run([maven, "-q", "-B", "-f", str(POM), *goal], within=FETCH_SECONDS)
+    return fetched

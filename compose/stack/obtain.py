@@ -56,6 +56,12 @@ class Obtained(Generic[Node]):
                 return f"{self.name} {self.version} ({self.origin.value})"
 
 
+def given() -> bool:
+    """Whether services are there already, by address or from `stack up`: one set of them, whoever asks."""
+    named = any(os.environ.get(name) for name in (POSTGRES, RABBITMQ, KAFKA, PGBOUNCER))
+    return named or bool(background.address("kafka"))
+
+
 def obtain_postgres(major: str) -> Obtained[postgres.PostgresServer]:
     """A PostgreSQL of this major version, with a superuser; raises Unavailable."""
     for origin, address in _given(POSTGRES, f"postgres{major}"):

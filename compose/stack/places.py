@@ -1,6 +1,7 @@
 """Where services keep their files, who they run as and which ports they listen on."""
 
 import atexit
+import fcntl
 import os
 import pwd
 import random
@@ -77,20 +78,39 @@ def plain_user() -> str | None:
 
 
 def free_port() -> int:
-    """A port on loopback that nothing listens on and that this process has not given out before."""
+    """A port on loopback that nothing listens on and that no living process of this user has been given here."""
     for _ in range(PORT_TRIES):
         port = random.SystemRandom().randint(FIRST_PORT, LAST_PORT)
-        if port in _given:
+        if port in _given or not _reserve(port):
             continue
+        _given.add(port)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((LOOPBACK, port))
             except OSError:
                 continue
-        _given.add(port)
         return port
     raise RuntimeError(f"no free port between {FIRST_PORT} and {LAST_PORT} after {PORT_TRIES} tries")
+
+
+def _reserve(port: int) -> bool:
+    """Takes the byte of this port in a file of all processes; the kernel gives it back when we end.
+
+    Between a choice and the service that listens there are seconds, in which others choose as well.
+    """
+    try:
+        fcntl.lockf(_reservations(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _reservations() -> int:
+    # Never closed before we end: with any descriptor of the file all our locks on it would go.
+    path = Path(tempfile.gettempdir()) / f"fencepost-ports-{os.getuid()}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def listens(port: int) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from interop.sdks import JavaScript, Python, Sdk
+from stack.process import Unavailable
 from support import javascript
 from support.services import missing
 
@@ -18,7 +19,7 @@ def packages() -> Path:
     """The packages for node; without them the test is skipped loudly, and fails in CI."""
     try:
         return javascript.modules()
-    except javascript.NoNode as error:
+    except Unavailable as error:
         missing(str(error))
 
 

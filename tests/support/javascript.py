@@ -7,48 +7,37 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from stack.places import cache_folder
+from stack.preparing import prepared
+from stack.process import Unavailable
 
 FOLDER = Path(__file__).parents[1] / "interop"
 INSTALL_SECONDS = 120
 RUN_SECONDS = 30
 
 
-class NoNode(Exception):
-    """Node or npm is not here, or the packages cannot be had."""
-
-
 def modules() -> Path:
-    """The folder of the packages; installs them when they are not in the cache. Raises NoNode with the reason."""
+    """The folder of the packages; installs them when they are not in the cache. Raises Unavailable with the reason."""
     if shutil.which("node") is None or shutil.which("npm") is None:
-        raise NoNode("node and npm are not installed")
+        raise Unavailable("node and npm are not installed")
     lock = (FOLDER / "package-lock.json").read_bytes()
-    kept = cache_folder() / f"node-{hashlib.sha256(lock).hexdigest()[:16]}"
-    if not kept.is_dir():
-        with tempfile.TemporaryDirectory(dir=kept.parent) as made:
-            for name in ("package.json", "package-lock.json"):
-                shutil.copy(FOLDER / name, made)
-            _install(Path(made))
-            try:
-                (Path(made) / "node_modules").rename(kept)
-            except OSError:
-                if not kept.is_dir():  # another session was first
-                    raise
-    return kept
+    return prepared(cache_folder() / f"node-{hashlib.sha256(lock).hexdigest()[:16]}", _install, INSTALL_SECONDS)
 
 
-def _install(folder: Path) -> None:
+def _install(folder: Path) -> Path:
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(FOLDER / name, folder)
     command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise NoNode(f"npm ci did not end within {INSTALL_SECONDS} s") from None
+        raise Unavailable(f"npm ci did not end within {INSTALL_SECONDS} s") from None
     if done.returncode != 0:
-        raise NoNode(f"npm ci failed: {' '.join(done.stderr.split())[:300]}")
+        raise Unavailable(f"npm ci failed: {' '.join(done.stderr.split())[:300]}")
+    return folder / "node_modules"
 
 
 def ask(packages: Path, *requests: dict[str, Any]) -> list[Any]:

@@ -1,12 +1,12 @@
-"""The services of one test session: started when first asked for, named in the summary, ended at its end."""
+"""The services of one test process: started when first asked for, named in the summary, ended at its end."""
 
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypedDict, TypeVar, cast
 
 import pytest
 from confluent_kafka.admin import AdminClient
@@ -109,6 +109,14 @@ class Pooler:
         return in_front_of(self.obtained, direct)
 
 
+class Used(TypedDict):
+    """Which services one process has used, in plain types: a worker sends it to its controller."""
+
+    labels: list[str]
+    refusals: dict[str, str]
+    stand_in: bool
+
+
 class Services:
     """Starts each service once, remembers a failure as well, and knows what was used."""
 
@@ -116,7 +124,7 @@ class Services:
         self._opened = contextlib.ExitStack()
         self._found: dict[str, Obtained[Any]] = {}
         self._refused: dict[str, str] = {}
-        self.labels: list[str] = []
+        self._labels: list[str] = []
 
     def postgres(self, major: str) -> Obtained[PostgresServer]:
         """PostgreSQL of this major version."""
@@ -147,15 +155,9 @@ class Services:
         stand_in: Obtained[MockKafka] = self._once("mockkafka", obtain_mock)
         return Kafka(stand_in.address, stand_in.version, False, None)
 
-    @property
-    def stand_in(self) -> bool:
-        """Whether the mock cluster stood in for Kafka."""
-        return "mockkafka" in self._found
-
-    @property
-    def refusals(self) -> dict[str, str]:
-        """Services that could not be had, with the reason."""
-        return dict(self._refused)
+    def used(self) -> Used:
+        """What was used up to now."""
+        return Used(labels=list(self._labels), refusals=dict(self._refused), stand_in="mockkafka" in self._found)
 
     def close(self) -> None:
         """Ends what was started, last first."""
@@ -179,19 +181,20 @@ class Services:
             raise
         self._opened.callback(found.close)
         self._found[name] = found
-        if found.label not in self.labels:
-            self.labels.append(found.label)
+        self._labels.append(found.label)
         return found
 
 
-def summary(services: Services) -> Iterator[str]:
-    """The lines that say which services were really used."""
-    if services.labels:
-        yield f"services: {', '.join(sorted(services.labels))}"
-    for name, reason in services.refusals.items():
+def summary(sessions: Iterable[Used]) -> Iterator[str]:
+    """The lines that say which services were really used, by one process or by several together."""
+    together = list(sessions)
+    labels = {label for used in together for label in used["labels"]}
+    if labels:
+        yield f"services: {', '.join(sorted(labels))}"
+    for name, reason in sorted({refusal for used in together for refusal in used["refusals"].items()}):
         yield f"MISSING {name}: {reason}"
-    if services.stand_in:
+    if any(used["stand_in"] for used in together):
         yield "REAL KAFKA WAS NOT EXERCISED: librdkafka's mock cluster stood in for it"
 
 
-__all__ = ["Kafka", "Origin", "Pooler", "Rabbit", "Services", "in_ci", "missing", "summary", "unique"]
+__all__ = ["Kafka", "Origin", "Pooler", "Rabbit", "Services", "Used", "in_ci", "missing", "summary", "unique"]

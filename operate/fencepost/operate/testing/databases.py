@@ -108,9 +108,7 @@ class Databases:
     def _clone(self, conn: Connection[Any], name: str, template: str) -> None:
         try:
             conn.execute(
-                sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(
-                    sql.Identifier(name), sql.Identifier(template)
-                )
+                sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(template))
             )
         except psycopg.errors.ObjectInUse:
             raise ConfigError(
