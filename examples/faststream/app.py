@@ -19,7 +19,7 @@ from fencepost.schemas.event import Event
 
 broker = RabbitBroker(os.environ.get("RABBITMQ", "amqp://guest:guest@localhost/"))
 inboxes = Inboxes(broker, os.environ.get("FENCEPOST_DATABASE", "postgresql://localhost/app"))
-app = FastStream(broker, after_shutdown=[inboxes.close])
+app = FastStream(broker, after_startup=[inboxes.start], after_shutdown=[inboxes.close])
 queue = RabbitQueue(os.environ.get("QUEUE", "reports"), declare=False)
 
 

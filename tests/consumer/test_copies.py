@@ -14,16 +14,21 @@ import psycopg
 import pytest
 from psycopg import AsyncConnection, Connection, IsolationLevel
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from fencepost.consumer.connections import AsyncConnections, Connections
-from fencepost.consumer.inbox import inbox
+from fencepost.consumer.inbox import AsyncInbox, inbox
 from fencepost.consumer.outcomes import Busy, Handled, Outcome
+from fencepost.consumer.runner import Again, Handling, RunnerOptions, Tries
 from fencepost.schemas.connect import NoAnswer
 from fencepost.schemas.errors import Unreachable
 from support.database import Database
 from support.deliveries import Submitted, envelope, from_kafka
 from support.processes import wait_for
 from support.proxy import Proxy
+from support.services import Pooler
+from support.transactions import async_engine
 
 Tx = Connection[Any]
 DEADLINE_SECONDS = 20.0
@@ -268,6 +273,56 @@ def test_a_serialization_failure_that_never_ends_is_raised_after_five_tries(doma
     assert (runs, count(domain)) == (5, 0)
 
 
+def test_a_serialization_failure_is_tried_again_by_a_runner_and_never_set_aside(domain18: Database) -> None:
+    options = RunnerOptions(max_attempts=1)
+
+    @inbox(consumer="reports", isolation=IsolationLevel.SERIALIZABLE)
+    def losing(tx: Tx, event: Submitted) -> None:
+        if event.operation == "op-1":
+            tx.execute("DO $$ BEGIN RAISE serialization_failure; END $$")
+        raise ValueError("the handler's own fault")
+
+    handling = Handling(losing, domain18.dsn, options)
+    fault = handling.attempt(from_kafka(envelope(operation="op-2")), Tries(options))
+    assert isinstance(fault, Handled) and fault.outcome is Outcome.HANDLER_FAILED  # the control
+    tries = Tries(options)
+    assert isinstance(handling.attempt(from_kafka(envelope(), 1), tries), Again)
+    handling.close()
+
+    assert (tries.tries, tries.failures) == (1, 0)
+    with domain18.connect() as conn:
+        assert conn.execute("SELECT operation FROM fencepost.dead_letter").fetchall() == [("op-2",)]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["the first commits", "the first rolls back"])
+def test_copies_behind_a_pooler_of_four_are_handled_once(
+    domain18: Database, threads: ThreadPoolExecutor, pgbouncer18: Pooler, fails: bool
+) -> None:
+    through = pgbouncer18.dsn(domain18.dsn)
+    gate = Gate()
+    gate.fail_first = fails
+    sent = envelope()
+    copies = [inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)(gate.__call__) for _ in range(3)]
+
+    first = threads.submit(copies[0].handle, through, from_kafka(sent))
+    assert gate.begun.acquire(timeout=DEADLINE_SECONDS)
+    others = [threads.submit(each.handle, through, from_kafka(sent, n)) for n, each in enumerate(copies[1:], 1)]
+    wait_until_waiting(domain18, "%reserve%", 2)
+    gate.go.set()
+
+    if fails:
+        with pytest.raises(ValueError):
+            first.result(DEADLINE_SECONDS)
+    else:
+        assert first.result(DEADLINE_SECONDS).outcome is Outcome.HANDLED
+    outcomes = sorted(each.result(DEADLINE_SECONDS).outcome for each in others)
+    assert outcomes == sorted([Outcome.DUPLICATE, Outcome.HANDLED if fails else Outcome.DUPLICATE])
+    assert (gate.runs, count(domain18)) == (1 + fails, 1)
+    with domain18.connect(autocommit=True) as conn:
+        left = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%'"
+        assert conn.execute(left).fetchall() == [(0,)], "the pooler got every session back whole"
+
+
 SLOW_COMMIT = """
 CREATE OR REPLACE FUNCTION slow_commit() RETURNS trigger LANGUAGE plpgsql AS
   $$ BEGIN PERFORM pg_advisory_xact_lock(42); RETURN NULL; END $$;
@@ -323,6 +378,57 @@ def test_a_commit_whose_answer_never_came_is_found_out_on_a_new_connection(
 
     assert handled.outcome is Outcome.DUPLICATE
     assert (runs, count(slow_commit)) == (["control", "op-1"], 2)
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "session"])
+def test_a_cancel_during_the_commit_is_no_success_and_the_next_delivery_finds_out(
+    slow_commit: Database, kind: str
+) -> None:
+    """Whatever the server made of the commit: what is told afterwards is what is stored."""
+
+    @inbox(consumer="reports")
+    async def on_connection(tx: AsyncConnection[Any], event: Submitted) -> None:
+        await tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+
+    @inbox(consumer="reports")
+    async def on_session(tx: AsyncSession, event: Submitted) -> None:
+        await tx.execute(text("INSERT INTO done (operation) VALUES (:operation)"), {"operation": event.operation})
+
+    async def cancelled(handler: AsyncInbox[Submitted], database: Any) -> Outcome:
+        control = await handler.handle(database, from_kafka(envelope(operation="control")))
+        assert control.outcome is Outcome.HANDLED
+        with slow_commit.connect(autocommit=True) as holder:
+            holder.execute("SELECT pg_advisory_lock(42)")
+            task = asyncio.create_task(handler.handle(database, from_kafka(envelope(), 1)))
+            await asyncio.to_thread(wait_until_waiting, slow_commit, "COMMIT")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            holder.execute("SELECT pg_advisory_unlock(42)")
+            busy = """SELECT count(*) FROM pg_stat_activity
+                      WHERE datname = current_database() AND state <> 'idle' AND backend_type = 'client backend'"""
+            await asyncio.to_thread(
+                wait_for,
+                lambda: holder.execute(busy).fetchall() == [(1,)],  # The one that asks.
+                DEADLINE_SECONDS,
+                "every statement and transaction to be over",
+            )
+        stored = count(slow_commit) - 1
+        found = (await handler.handle(database, from_kafka(envelope(), 1))).outcome
+        assert found is (Outcome.DUPLICATE if stored else Outcome.HANDLED)
+        return found
+
+    async def scene() -> None:
+        if kind == "psycopg":
+            pool = AsyncConnections(slow_commit.dsn, limit=1, wait_seconds=DEADLINE_SECONDS)
+            await cancelled(on_connection, pool)
+            await pool.close()
+        else:
+            async with async_engine(slow_commit.dsn, pool_size=1, max_overflow=0, pool_timeout=10) as made:
+                await cancelled(on_session, async_sessionmaker(made))
+
+    asyncio.run(scene())
+    assert count(slow_commit) == 2
 
 
 def test_a_connection_that_is_lost_before_the_commit_is_replaced_and_the_work_done_once(domain: Database) -> None:

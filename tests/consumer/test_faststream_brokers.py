@@ -144,6 +144,7 @@ def consume(
         try:
             async with broker:
                 await broker.start()
+                await inboxes.start()
                 await until(done, "the end of the queue")
         finally:
             await inboxes.close()
@@ -208,6 +209,7 @@ def poll(
         try:
             async with broker:
                 await broker.start()
+                await inboxes.start()
                 await until(done, "the end of the topic")
         finally:
             await inboxes.close()
@@ -394,6 +396,54 @@ def test_a_stop_does_not_wait_for_the_next_try_and_leaves_the_delivery_to_others
         consume(rabbitmq, domain18, queue, insert, lambda: operations(domain18) == ["op-1"])
     assert began_again - began < 15  # FastStream itself waits that long for what runs.
     assert operations(domain18) == ["op-1"]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("broker", ["rabbitmq", "kafka"])
+def test_a_dead_letter_that_was_given_back_is_handled_in_idle_time_and_others_flow(
+    request: pytest.FixtureRequest, domain18: Database, broker: str, kind: str
+) -> None:
+    mended = False
+
+    @inbox(consumer="reports")
+    def sync(tx: Tx, event: Submitted) -> None:
+        insert.handler(tx, event)
+        if event.operation == "op-1" and not mended:
+            raise ValueError("not yet")
+
+    @inbox(consumer="reports")
+    async def async_(tx: AsyncConnection[Any], event: Submitted) -> None:
+        await insert_async.handler(tx, event)
+        if event.operation == "op-1" and not mended:
+            raise ValueError("not yet")
+
+    def given_back() -> bool:
+        nonlocal mended
+        if not mended and sorted(operations(domain18)) == ["op-0", "op-2"] and dead(domain18):
+            assert dead(domain18) == [("handler_failed", "op-1", 1)]
+            mended = True
+            with domain18.connect() as conn:
+                retry = (
+                    "SELECT fencepost.retry_dead_letter(d.id, false, 'ann', 'mended') FROM fencepost.dead_letter AS d"
+                )
+                conn.execute(retry)
+        return sorted(operations(domain18)) == ["op-0", "op-1", "op-2"]
+
+    sent = [envelope(operation=f"op-{number}") for number in range(3)]
+    options = replace(FAST, max_attempts=1, idle_seconds=0.05)
+    handler: AnyInbox = sync if kind == "sync" else async_
+    if broker == "kafka":
+        kafka: Kafka = request.getfixturevalue("kafka")
+        topic, group = kafka.topic(), unique("group")
+        produce(kafka, topic, sent)
+        poll(kafka, domain18, topic, group, handler, given_back, options=options)
+    else:
+        rabbitmq: Rabbit = request.getfixturevalue("rabbitmq")
+        queue: str = request.getfixturevalue("queue")
+        publish(rabbitmq, queue, sent)
+        consume(rabbitmq, domain18, queue, handler, given_back, options=options)
+        assert left(rabbitmq, queue) == 0
+    assert dead(domain18) == []
 
 
 def test_a_connection_that_is_cut_while_handlers_run_costs_no_effect_and_consuming_resumes(

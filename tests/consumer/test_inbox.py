@@ -24,6 +24,7 @@ from fencepost.schemas.errors import CommitWasRollback, ConfigError, InvalidInpu
 from fencepost.schemas.event import Event
 from support.database import Database
 from support.deliveries import Submitted, Withdrawn, envelope, from_kafka, from_rabbitmq
+from support.poison import SECRET, UNREADABLE
 from support.services import Services
 
 Tx = Connection[Any]
@@ -196,25 +197,6 @@ def test_a_tenant_that_is_none_is_refused_by_python_and_by_the_database(domain: 
             reports.reserve_in(conn, bad, "somewhere")
         assert refused.value.field == "tenant"
     assert rows(domain, "reservation") == []
-
-
-SECRET = "do-not-log-me"
-UNREADABLE: dict[str, tuple[bytes, str]] = {
-    "nul": (b'{"document":"' + SECRET.encode() + b'\\u0000"}', "nul"),
-    "lone surrogate": (b'{"document":"\\ud800' + SECRET.encode() + b'"}', "lone_surrogate"),
-    "nan": (b'{"document":NaN,"x":"' + SECRET.encode() + b'"}', "not_finite"),
-    "infinity": (b'{"document":Infinity}', "not_finite"),
-    "too large a number": (b'{"document":1e999}', "float"),
-    "large integer": (b'{"document":1180591620717411303424}', "integer_range"),
-    "deep": (b'{"document":' + b"[" * 2000 + b"]" * 2000 + b"}", "too_deep"),
-    "10 MiB": (b'{"document":"' + b"x" * (10 << 20) + b'"}', "too_large"),
-    "not utf-8": (b'{"document":"\xff"}', "not_utf8"),
-    "float": (b'{"document":1.0}', "float"),
-    "duplicate member": (b'{"document":"a","document":"b"}', "duplicate_key"),
-    "an array": (b"[]", "not_an_object"),
-    "nothing": (b"", "empty_payload"),
-    "raw nul": (b"\0", "malformed_json"),
-}
 
 
 def test_what_cannot_be_read_is_kept_once_with_its_bytes_and_the_queue_goes_on(

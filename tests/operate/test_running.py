@@ -5,17 +5,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from psycopg import Connection
 
+from fencepost.consumer.inbox import inbox
+from fencepost.consumer.kafka import KafkaRunner
+from fencepost.consumer.rabbitmq import RabbitRunner
 from fencepost.jobs.submit import submit
 from fencepost.schemas.envelope import Envelope
 from stack.places import free_port
 from support.brokers import declare, left, produce, publish
 from support.command_line import Fencepost, running
 from support.database import Database
-from support.deliveries import envelope
+from support.deliveries import Submitted, envelope
 from support.health import ask
 from support.processes import Child, wait_for
 from support.services import Services
@@ -192,6 +198,49 @@ def test_a_second_signal_ends_a_consumer_at_once_and_its_message_stays(
         assert child.terminate(5) == 128 + signal.SIGTERM
     assert handled(database18) == []
     wait_for(lambda: left(rabbitmq, queue) == 1, 20, "the message to be given back")
+
+
+@pytest.mark.parametrize("kind", ["kafka", "rabbitmq"])
+def test_a_handler_that_outlasts_the_drain_keeps_no_consumer_from_ending_and_the_next_one_handles_its_message(
+    services: Services, database18: Database, tmp_path: Path, kind: str
+) -> None:
+    @inbox(consumer="reports")
+    def at_last(tx: Connection[Any], event: Submitted) -> None:
+        tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
+
+    sent = [envelope(operation="before"), envelope(operation="slow")]
+    following: KafkaRunner | RabbitRunner
+    if kind == "kafka":
+        kafka = services.kafka()
+        where = kafka.topic()
+        produce(kafka, where, sent)
+        address, more = kafka.bootstrap, f'topics = ["{where}"]\ngroup = "{where}"'
+        following = KafkaRunner(at_last, database18.dsn, bootstrap=address, topics=[where], group=where)
+    else:
+        rabbitmq = services.rabbitmq()
+        where = rabbitmq.name()
+        declare(rabbitmq, where)
+        publish(rabbitmq, "", where, sent)
+        address, more = rabbitmq.url, f'queue = "{where}"'
+        following = RabbitRunner(at_last, database18.dsn, url=address, queue=where)
+    with consuming(database18, tmp_path, kind, address, f"{more}\ndrain = 1", free_port()) as child:
+        child.says("inside")  # And stays there for a minute.
+        wait_for(lambda: handled(database18) == ["before"], 20, "the other one")
+        assert child.terminate(25) == 0, child.text
+    assert handled(database18) == ["before"]
+
+    stop = threading.Event()
+    thread = threading.Thread(target=following.run, args=(stop,))
+    thread.start()
+    try:
+        wait_for(lambda: handled(database18) == ["before", "slow"], 30, "the next consumer")
+    finally:
+        stop.set()
+        thread.join(30)
+    with database18.connect() as conn:
+        arrivals = conn.execute("SELECT operation, arrivals FROM fencepost.delivery ORDER BY 1").fetchall()
+        assert conn.execute("SELECT count(*) FROM fencepost.dead_letter").fetchone() == (0,)
+    assert [row for row in arrivals if row[0] == "slow"] == [("slow", 1)], "the first arrival was rolled back"
 
 
 @pytest.mark.parametrize(

@@ -193,15 +193,20 @@ CREATE FUNCTION hostile.clock_timestamp() RETURNS timestamptz LANGUAGE plpgsql A
 CREATE FUNCTION hostile.sha256(bytea) RETURNS bytea LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'shadowed'; END $$;
 CREATE TABLE hostile.job (LIKE fencepost.job);
 CREATE TABLE hostile.outbox (LIKE fencepost.outbox);
+CREATE TABLE hostile.reservation (LIKE fencepost.reservation);
+CREATE TABLE hostile.delivery (LIKE fencepost.delivery);
+CREATE TABLE hostile.dead_letter (LIKE fencepost.dead_letter);
+CREATE TABLE hostile.consumer (LIKE fencepost.consumer);
 GRANT ALL ON SCHEMA hostile TO PUBLIC;
 GRANT ALL ON ALL TABLES IN SCHEMA hostile TO PUBLIC;
 """
 ENQUEUE = """SELECT fencepost.enqueue(gen_random_uuid(), 't', 'o', 'a.b', 1, 'k', 'ref:x', 'application/json', NULL, '\\x7b7d')"""
 SUBMIT = "SELECT fencepost.submit('t', 'o', 'c', '\\x7b7d', 'ref:x')"
+RESERVE = """SELECT outcome FROM fencepost.reserve('t', 'c', 'o', 'a.b', 1, gen_random_uuid(), 'urn:x', 1, %s, pg_catalog.now(), '[1]', '[]', '')"""
 
 
 def test_shadowing_by_pg_temp_or_a_hostile_search_path_leads_no_function_to_a_strangers_objects(shared: Roles) -> None:
-    login = shared.login("producer")
+    login = shared.login("producer", "consumer")
     with shared.database.connect(autocommit=True) as conn:
         conn.execute(HOSTILE.encode())
     try:
@@ -214,6 +219,13 @@ def test_shadowing_by_pg_temp_or_a_hostile_search_path_leads_no_function_to_a_st
             conn.execute("CREATE TEMP TABLE installation (slots int)")
             conn.execute(ENQUEUE.encode())
             conn.execute(SUBMIT.encode())
+            for table in ("reservation", "delivery", "dead_letter", "consumer"):
+                conn.execute(f"CREATE TEMP TABLE {table} (LIKE hostile.{table})".encode())
+            outcomes = [conn.execute(RESERVE.encode(), (each,)).fetchone() for each in ("ref:x", "ref:x", "ref:y")]
+            assert outcomes == [("reserved",), ("duplicate",), ("conflict",)]
+            for table in ("reservation", "delivery", "dead_letter", "consumer"):
+                for schema in ("pg_temp", "hostile"):
+                    assert conn.execute(f"SELECT count(*) FROM {schema}.{table}".encode()).fetchone() == (0,)
             for shadow in ("pg_temp.job", "pg_temp.outbox", "hostile.job", "hostile.outbox"):
                 assert conn.execute(f"SELECT count(*) FROM {shadow}".encode()).fetchone() == (0,)
         with shared.database.connect(autocommit=True) as conn:

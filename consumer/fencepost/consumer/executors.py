@@ -1,14 +1,19 @@
 """Where attempts run: sync handlers in a bounded pool of threads, async handlers in one event loop of their own.
 
-Either way an attempt becomes a future, so that a loop which must not block never waits for a handler.
+Either way an attempt becomes a future, so that a loop which must not block never waits for a handler. Threads are daemons:
+a handler that outlasts the drain does not keep the process from ending; its transaction goes with its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar, cast
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
@@ -16,9 +21,65 @@ from fencepost.consumer.outcomes import Handled
 from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries
 from fencepost.consumer.transactions import AsyncDatabase, Database
 
-__all__ = ["Attempts", "EventLoop", "Threads", "attempts"]
+__all__ = ["Attempts", "Daemons", "EventLoop", "Threads", "attempts"]
+
+log = logging.getLogger("fencepost.consumer")
 
 END_SECONDS = 10.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Daemons(Executor):
+    """At most ``limit`` calls at a time, each in a thread that no process waits for when it ends."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._idle = threading.Semaphore(0)
+        self._threads = 0
+        self._closed = False
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Runs the call as soon as a thread is free; RuntimeError after the shutdown."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("nothing more is started after the shutdown")
+            self._queue.put((future, partial(fn, *args, **kwargs)))
+            if not self._idle.acquire(blocking=False) and self._threads < self._limit:
+                self._threads += 1
+                name = f"fencepost-consumer-{self._threads}"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
+        """Starts nothing more and waits for nothing; calls that run end by themselves, or with the process."""
+        with self._lock:
+            self._closed = True
+            try:
+                while (item := self._queue.get_nowait()) is not None:
+                    item[0].cancel()
+            except Empty:
+                pass
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:  # noqa: BLE001  # whatever it was, it is the future's
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del item, future, call  # An idle thread keeps nobody's payload.
+            self._idle.release()
+        self._queue.put(None)  # For the next thread.
 
 
 class Threads:
@@ -26,7 +87,7 @@ class Threads:
 
     def __init__(self, inbox: Inbox[Any], database: Database, options: RunnerOptions) -> None:
         self._handling = Handling(inbox, database, options)
-        self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="fencepost-consumer")
+        self._pool = Daemons(options.concurrency)
 
     def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
         """Starts one attempt."""
@@ -38,7 +99,7 @@ class Threads:
 
     def close(self) -> None:
         """Starts nothing more; an attempt that still runs ends by itself."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown()
         self._handling.close()
 
 
@@ -69,8 +130,12 @@ class EventLoop:
             return await self._handling.attempt(delivery, tries)
 
     def close(self) -> None:
-        """Cancels what still runs, which rolls back, and ends the loop."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(END_SECONDS)
+        """Cancels what still runs, which rolls back, and ends the loop; one that a handler blocks is left behind."""
+        try:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(END_SECONDS)
+        except TimeoutError:
+            log.warning("handlers that take no cancellation are left behind")
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_SECONDS)
         self._loop.close()

@@ -1,6 +1,7 @@
 """FastStream: a subscriber whose handler is an inbox; a delivery is acknowledged only after the inbox has committed.
 
     inboxes = Inboxes(broker, database)
+    app = FastStream(broker, after_startup=[inboxes.start], after_shutdown=[inboxes.close])
 
     @inboxes.on(broker.subscriber("reports", ack_policy=AckPolicy.MANUAL, channel=Channel(prefetch_count=16)))
     @inbox(consumer="report-analysis")
@@ -58,7 +59,8 @@ class Inboxes:
     """The inboxes of one FastStream broker: nothing of theirs is acknowledged before it is committed, nothing skipped.
 
     Adds an outermost middleware to ``broker``: what any other middleware fails on or swallows is delivered again.
-    ``database`` and ``options`` are those of a runner. Give ``close`` to the application's ``after_shutdown``.
+    ``database`` and ``options`` are those of a runner. Give ``start`` to the application's ``after_startup``, and ``close``
+    to its ``after_shutdown``.
     """
 
     def __init__(
@@ -102,6 +104,11 @@ class Inboxes:
             return inbox
 
         return register
+
+    async def start(self) -> None:
+        """Has dead letters that an operator gave back handled when nothing else is in hand, until ``close``."""
+        for feed in self._feeds.values():
+            feed.give_back()
 
     async def close(self) -> None:
         """Closes idle connections; a broker started again opens new ones."""
@@ -177,9 +184,18 @@ class _Feed:
         self._inbox, self._source, self._database, self._options = inbox, source, database, options
         self._handling: Threads | AsyncHandling | None = None
         self._slots = asyncio.Semaphore(options.concurrency)
+        self._in_hand = 0
         self._missed = 0
+        self._giving_back: asyncio.Task[None] | None = None
 
     async def handle(self, message: StreamMessage[Any]) -> None:
+        self._in_hand += 1
+        try:
+            await self._handle(message)
+        finally:
+            self._in_hand -= 1
+
+    async def _handle(self, message: StreamMessage[Any]) -> None:
         raw = message.raw_message
         if self._source.out_of_turn(raw):
             await self._back(raw)
@@ -212,15 +228,37 @@ class _Feed:
         except _LOSSES as error:
             log.warning("%s: a delivery was not given back: %s", self._inbox.consumer, type(error).__name__)
 
+    def give_back(self) -> None:
+        """Takes dead letters that were given back from now on; once, however often it is called."""
+        if self._giving_back is None:
+            self._giving_back = asyncio.create_task(self._given_back())
+
+    async def _given_back(self) -> None:
+        while True:
+            found = not self._in_hand and self._source.subscriber.running and await self._retry()
+            await asyncio.sleep(0 if found else self._options.idle_seconds)
+
     async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
-        if isinstance(self._inbox, AsyncInbox):
-            async with self._slots:
-                if not isinstance(self._handling, AsyncHandling):
-                    self._handling = AsyncHandling(self._inbox, cast(AsyncDatabase, self._database), self._options)
-                return await self._handling.attempt(delivery, tries)
-        if not isinstance(self._handling, Threads):
-            self._handling = Threads(self._inbox, cast(Database, self._database), self._options)
-        return await asyncio.wrap_future(self._handling.start(delivery, tries))
+        handling = self._made()
+        if isinstance(handling, Threads):
+            return await asyncio.wrap_future(handling.start(delivery, tries))
+        async with self._slots:
+            return await handling.attempt(delivery, tries)
+
+    async def _retry(self) -> bool:
+        handling = self._made()
+        if isinstance(handling, Threads):
+            return await asyncio.wrap_future(handling.retry())
+        async with self._slots:
+            return await handling.retry()
+
+    def _made(self) -> Threads | AsyncHandling:
+        if self._handling is None:
+            if isinstance(self._inbox, AsyncInbox):
+                self._handling = AsyncHandling(self._inbox, cast(AsyncDatabase, self._database), self._options)
+            else:
+                self._handling = Threads(self._inbox, cast(Database, self._database), self._options)
+        return self._handling
 
     async def _pause(self, seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + min(seconds, PAUSE_SECONDS)
@@ -228,6 +266,10 @@ class _Feed:
             await asyncio.sleep(min(left, LOOK_SECONDS))
 
     async def close(self) -> None:
+        if self._giving_back is not None:
+            self._giving_back.cancel()
+            await asyncio.gather(self._giving_back, return_exceptions=True)
+            self._giving_back = None
         handling, self._handling, self._slots = self._handling, None, asyncio.Semaphore(self._options.concurrency)
         if isinstance(handling, Threads):
             handling.close()

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, cast
 
@@ -17,6 +16,7 @@ from aio_pika.abc import AbstractIncomingMessage
 from aio_pika.exceptions import AMQPError, ChannelInvalidStateError
 
 from fencepost.consumer.delivery import Delivery
+from fencepost.consumer.executors import Daemons
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Handled
 from fencepost.consumer.runner import Again, AsyncHandling, Handling, RunnerOptions, Tries
@@ -67,14 +67,14 @@ class Serving:
         self._running = 0
         self._giving_back: asyncio.Task[None] | None = None
         self._retrying = False
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Daemons | None = None
         self._sync: Handling | None = None
         self._async: AsyncHandling | None = None
         if isinstance(inbox, AsyncInbox):
             self._async = AsyncHandling(inbox, cast(AsyncDatabase, database), options)
         else:
             self._sync = Handling(inbox, cast(Database, database), options)
-            self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="fencepost-consumer")
+            self._pool = Daemons(options.concurrency)
 
     def in_flight(self) -> int:
         """Deliveries in the hands of a handler; for any thread."""
@@ -114,7 +114,7 @@ class Serving:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown()
         if self._sync is not None:
             self._sync.close()
         if self._async is not None:
