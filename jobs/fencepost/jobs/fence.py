@@ -6,19 +6,28 @@ savepoints: rolling back to an earlier savepoint would release the row lock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, LiteralString
 
 from psycopg import Connection
+from psycopg.rows import tuple_row
 
+from fencepost.schemas.errors import EffectOpen, StaleFence
 from fencepost.schemas.identity import Attempt, Epoch, Generation, JobClass, OperationId, Owner, Tenant
 
-__all__ = ["COMPLETE", "FENCE", "Fence", "complete", "fence"]
+__all__ = ["COMPLETE", "COMPLETE_MANY", "FENCE", "Fence", "complete", "complete_many", "fence"]
 
 FENCE: LiteralString = """
 SELECT fencepost.fence(%(tenant)s, %(operation)s, %(class)s, %(generation)s, %(attempt)s, %(owner)s, %(epoch)s)"""
 COMPLETE: LiteralString = """
 SELECT fencepost.complete(%(tenant)s, %(operation)s, %(class)s, %(generation)s, %(attempt)s, %(owner)s, %(epoch)s)"""
+
+COMPLETE_MANY: LiteralString = """
+SELECT item, code, field FROM fencepost.complete_many(
+    %(tenants)s::text[], %(operations)s::text[], %(classes)s::text[], %(generations)s::bigint[], %(attempts)s::uuid[],
+    %(owners)s::text[], %(epochs)s::bigint[])"""
+OPEN = "ZF030"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +73,37 @@ def complete(conn: Connection[Any], f: Fence) -> None:
     Raises as ``fence`` does.
     """
     conn.execute(COMPLETE, f.parameters())
+
+
+def complete_many(conn: Connection[Any], fences: Sequence[Fence]) -> dict[int, StaleFence | EffectOpen]:
+    """Completes up to 1000 jobs in the caller's transaction, each under its own fence: a stale one is refused alone.
+
+    Returns the refused ones by their index, with what ``complete`` would have raised; the others are done once the
+    caller commits. Raises NotArmed, then nothing is done.
+    """
+    if not fences:
+        return {}
+    values: dict[str, object] = {
+        "tenants": [f.tenant for f in fences],
+        "operations": [f.operation for f in fences],
+        "classes": [f.job_class for f in fences],
+        "generations": [f.generation for f in fences],
+        "attempts": [f.attempt for f in fences],
+        "owners": [f.owner for f in fences],
+        "epochs": [f.epoch for f in fences],
+    }
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        refused = cursor.execute(COMPLETE_MANY, values).fetchall()
+    return {item - 1: _refusal(code, field) for item, code, field in refused}
+
+
+def _refusal(code: str, field: str) -> StaleFence | EffectOpen:
+    if code == OPEN:
+        return EffectOpen(
+            "an effect of this job is pending or unknown", field=field, hint="record or reconcile it first"
+        )
+    return StaleFence(
+        f"the fence is no longer current: {field}",
+        field=field,
+        hint="stop this attempt; what it computed may be staged for its successor, not published",
+    )
