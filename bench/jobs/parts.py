@@ -69,7 +69,9 @@ def started(kind: str, options: Mapping[str, Any]) -> subprocess.Popen[str]:
     env = dict(os.environ)
     roots = ["schemas", "relay", "consumer", "jobs", "operate", "compose", "tests"]
     env["PYTHONPATH"] = os.pathsep.join([*(str(ROOT / root) for root in roots), env.get("PYTHONPATH", "")])
-    return subprocess.Popen([sys.executable, str(CHILD), kind, json.dumps(options)], stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        [sys.executable, str(CHILD), kind, json.dumps(options)], stdout=subprocess.PIPE, text=True, env=env
+    )
 
 
 def peer_python(bench: Bench) -> Path | None:
@@ -160,7 +162,11 @@ def url(dsn: str) -> str:
 def shown(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
     """One line for what was repeated."""
     rates = [float(run["rate"]) for run in runs]
-    cpu = f"  {statistics.median(float(run['cpu']) for run in runs):5.0f} us CPU of the worker each" if "cpu" in runs[0] else ""
+    cpu = (
+        f"  {statistics.median(float(run['cpu']) for run in runs):5.0f} us CPU of the worker each"
+        if "cpu" in runs[0]
+        else ""
+    )
     return f"  {name:44s} {statistics.median(rates):9,.0f}/s [{min(rates):,.0f}-{max(rates):,.0f}]{cpu}"
 
 
@@ -181,7 +187,9 @@ def throughput(bench: Bench) -> None:
             assert python is not None
             runs.setdefault(system, []).append(peer_drained(bench, python, system))
     say = bench.report.say
-    say(f"claimed and completed, {count:,} jobs that do nothing (peers: {PEER_JOBS['pgqueuer']:,}, {PEER_JOBS['procrastinate']:,})")
+    say(
+        f"claimed and completed, {count:,} jobs that do nothing (peers: {PEER_JOBS['pgqueuer']:,}, {PEER_JOBS['procrastinate']:,})"
+    )
     say(shown("bare SQL, claim 100, complete 100", runs["raw"]))
     say(shown(f"worker, full fence, concurrency {bench.options.concurrency}", runs["worker"]))
     bench.report.bound("worker to the bare limit", ratio(runs["worker"], runs["raw"]), 0.45, least=True)

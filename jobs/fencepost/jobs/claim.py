@@ -122,9 +122,7 @@ def register_class(conn: Connection[Any], policy: JobClassPolicy) -> None:
     )
 
 
-def claim(
-    conn: Connection[Any], owner: str, classes: Sequence[str], limit: int, hint: str | None = None
-) -> list[Job]:
+def claim(conn: Connection[Any], owner: str, classes: Sequence[str], limit: int, hint: str | None = None) -> list[Job]:
     """Up to ``limit`` due jobs of these classes under new leases, in the caller's transaction: they count once it commits.
 
     ``hint`` is what ``marks`` returned: with it a claim walks over nothing that is used up, whatever snapshots are held.

@@ -114,7 +114,9 @@ class Run:
         for execution in executions:
             if not (handled := self._handled(execution)).asynchronous:
                 name = f"fencepost-{execution.job.job_class}"
-                threading.Thread(target=self._run_sync, args=(execution, handled.handler), name=name, daemon=True).start()
+                threading.Thread(
+                    target=self._run_sync, args=(execution, handled.handler), name=name, daemon=True
+                ).start()
 
     def _handled(self, execution: Execution) -> Handled:
         return self._classes[execution.job.job_class]
@@ -151,7 +153,9 @@ class Run:
     def _written(self, executions: Sequence[Execution], future: Future[None]) -> None:
         if (failed := future.exception()) is not None:
             log.error(
-                "the outcome of %d attempts was not written: %s; their leases will end", len(executions), type(failed).__name__
+                "the outcome of %d attempts was not written: %s; their leases will end",
+                len(executions),
+                type(failed).__name__,
             )
         self._forget(executions)
 

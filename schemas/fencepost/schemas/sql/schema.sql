@@ -347,18 +347,18 @@ CREATE TABLE fencepost.job (
 ) WITH (fillfactor = 50);
 
 -- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
--- deleted, never changed. The lane is the priority of a queued job, or 2147483647 for the lease of a running one.
+-- deleted, never changed. The priority is the priority of a queued job, or 2147483647 for the lease of a running one.
 -- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
 CREATE TABLE fencepost.agenda (
     class      text NOT NULL,
-    lane       integer NOT NULL,
+    priority       integer NOT NULL,
     due        timestamptz NOT NULL,
     tenant     text NOT NULL,
     operation  text NOT NULL,
     generation bigint NOT NULL,
     epoch      bigint NOT NULL
 );
-CREATE INDEX agenda_due ON fencepost.agenda (class, lane, due);
+CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
 
 -- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
 -- a foreign key would cost more than the row.
@@ -451,7 +451,7 @@ CREATE TABLE fencepost.effect_event (
 CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, effect_key);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', '15c8b1c6b6dc29df80385432ae595bfb0c70f08f98608ad6a6a82f5facdeb8dc');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', '983c0837292c02e7f2df994b8bba33359c4ccc8908e975a4c7ea51500e2736e3');
 
 -- 0005_routing.sql
 -- Routing and parking: which events each destination answers for, what a refusal does to its key, and operators' acts.
@@ -1764,7 +1764,7 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost._agenda()
 RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    INSERT INTO fencepost.agenda (class, lane, due, tenant, operation, generation, epoch)
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
     VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
         greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
         NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
@@ -1786,31 +1786,31 @@ BEGIN
     END IF;
 END $$;
 
--- The lanes of a class that hold jobs: those that the marks name, from their marks on, and those between them that have
--- come since. Walks over nothing that lies in a lane with a mark.
-CREATE OR REPLACE FUNCTION fencepost._lanes(p_class text, p_marks jsonb)
-RETURNS TABLE (lane integer, mark timestamptz) LANGUAGE plpgsql AS $$
+-- The priorities of a class that hold jobs: those that the marks name, from their marks on, and those between them that have
+-- come since. Walks over nothing that lies in a priority with a mark.
+CREATE OR REPLACE FUNCTION fencepost._priorities(p_class text, p_marks jsonb)
+RETURNS TABLE (priority integer, mark timestamptz) LANGUAGE plpgsql AS $$
 BEGIN
     RETURN QUERY
     WITH RECURSIVE known AS MATERIALIZED (
-        SELECT m.key::integer AS lane, m.value::timestamptz AS mark
-        FROM jsonb_each_text(coalesce(p_marks -> 'lanes' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
+        SELECT m.key::integer AS priority, m.value::timestamptz AS mark
+        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
     ), gap (low, high) AS (
-        SELECT e.lane, lead(e.lane, 1, 2147483647) OVER (ORDER BY e.lane)
-        FROM (SELECT k.lane FROM known AS k UNION ALL SELECT -2147483648) AS e
-    ), found (lane, high) AS (
-        SELECT f.lane, g.high FROM gap AS g, LATERAL (
-            SELECT a.lane FROM fencepost.agenda AS a
-            WHERE a.class = p_class AND a.lane > g.low AND a.lane < g.high ORDER BY a.lane LIMIT 1) AS f
+        SELECT e.priority, lead(e.priority, 1, 2147483647) OVER (ORDER BY e.priority)
+        FROM (SELECT k.priority FROM known AS k UNION ALL SELECT -2147483648) AS e
+    ), found (priority, high) AS (
+        SELECT f.priority, g.high FROM gap AS g, LATERAL (
+            SELECT a.priority FROM fencepost.agenda AS a
+            WHERE a.class = p_class AND a.priority > g.low AND a.priority < g.high ORDER BY a.priority LIMIT 1) AS f
         UNION ALL
-        SELECT f.lane, n.high FROM found AS n, LATERAL (
-            SELECT a.lane FROM fencepost.agenda AS a
-            WHERE a.class = p_class AND a.lane > n.lane AND a.lane < n.high ORDER BY a.lane LIMIT 1) AS f
+        SELECT f.priority, n.high FROM found AS n, LATERAL (
+            SELECT a.priority FROM fencepost.agenda AS a
+            WHERE a.class = p_class AND a.priority > n.priority AND a.priority < n.high ORDER BY a.priority LIMIT 1) AS f
     )
-    SELECT k.lane, k.mark FROM known AS k UNION ALL SELECT f.lane, '-infinity' FROM found AS f ORDER BY 1 DESC;
+    SELECT k.priority, k.mark FROM known AS k UNION ALL SELECT f.priority, '-infinity' FROM found AS f ORDER BY 1 DESC;
 END $$;
 
--- Up to where the agenda is used up, by class and lane, for the next claims: what is behind a mark is gone for good, and
+-- Up to where the agenda is used up, by class and priority, for the next claims: what is behind a mark is gone for good, and
 -- no claim needs to walk over it, whatever snapshots are held. A hint and nothing more: without it, with an old one or a
 -- wrong one a claim takes no job that it may not take. Give back what the last call returned; start anew without it now
 -- and then, which also finds what a clock that was set back may have hidden. Call it in a transaction of its own.
@@ -1824,7 +1824,7 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_noted timestamptz := (p_marks ->> 'noted')::timestamptz;
     v_class text;
-    v_lanes jsonb := '{}';
+    v_priorities jsonb := '{}';
 BEGIN
     IF pg_current_xact_id_if_assigned() IS NOT NULL THEN
         RETURN p_marks;
@@ -1834,23 +1834,23 @@ BEGIN
     END IF;
     IF v_noted IS NOT NULL THEN
         FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
-            PERFORM fencepost._forget_pointers(v_class, l.lane, l.mark, v_now) FROM fencepost._lanes(v_class, p_marks) AS l;
-            v_lanes := v_lanes || jsonb_build_object(v_class, (
-                SELECT jsonb_object_agg(l.lane, least(v_noted, f.due)) FROM (
-                    SELECT k.lane, k.mark FROM fencepost._lanes(v_class, p_marks) AS k
+            PERFORM fencepost._forget_pointers(v_class, l.priority, l.mark, v_now) FROM fencepost._priorities(v_class, p_marks) AS l;
+            v_priorities := v_priorities || jsonb_build_object(v_class, (
+                SELECT jsonb_object_agg(l.priority, least(v_noted, f.due)) FROM (
+                    SELECT k.priority, k.mark FROM fencepost._priorities(v_class, p_marks) AS k
                     UNION ALL
-                    SELECT 2147483647, coalesce((p_marks -> 'lanes' -> v_class ->> '2147483647')::timestamptz, '-infinity')) AS l
+                    SELECT 2147483647, coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')) AS l
                 LEFT JOIN LATERAL (
                     SELECT a.due FROM fencepost.agenda AS a
-                    WHERE a.class = v_class AND a.lane = l.lane AND a.due >= l.mark ORDER BY a.due LIMIT 1) AS f ON true));
+                    WHERE a.class = v_class AND a.priority = l.priority AND a.due >= l.mark ORDER BY a.due LIMIT 1) AS f ON true));
         END LOOP;
     END IF;
     PERFORM set_config('synchronous_commit', 'off', true);
-    RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'lanes', v_lanes);
+    RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'priorities', v_priorities);
 END $$;
 
--- Removes pointers of a lane that no longer fit their job (it was cancelled, or queued anew), among the first of it.
-CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_lane integer, p_mark timestamptz, p_now timestamptz)
+-- Removes pointers of a priority that no longer fit their job (it was cancelled, or queued anew), among the first of it.
+CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
 RETURNS void LANGUAGE sql AS $$
     -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
     DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
@@ -1858,8 +1858,8 @@ RETURNS void LANGUAGE sql AS $$
         LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
-            WHERE h.class = p_class AND h.lane = p_lane AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
-          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.lane AND j.run_at <= p_now) IS NOT TRUE
+            WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
+          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now) IS NOT TRUE
         FOR UPDATE OF a SKIP LOCKED))
 $$;
 
@@ -1873,7 +1873,8 @@ BEGIN
     RETURN NULL;
 END $$;
 
--- Invariant: a generation never decreases; a lower one would give an old fence its authority back.
+-- Invariant: a generation never decreases; a lower one would give an old fence its authority back. Looked at after the
+-- row was written: before it, every row would be locked once more.
 CREATE OR REPLACE FUNCTION fencepost._generation_guard()
 RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -1897,7 +1898,7 @@ BEGIN
     FOREACH v_table IN ARRAY ARRAY['job', 'slot'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'generation_guard') THEN
-            EXECUTE format('CREATE TRIGGER generation_guard BEFORE UPDATE ON fencepost.%I FOR EACH ROW '
+            EXECUTE format('CREATE TRIGGER generation_guard AFTER UPDATE ON fencepost.%I FOR EACH ROW '
                            'WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard()', v_table);
         END IF;
     END LOOP;
@@ -1984,14 +1985,14 @@ BEGIN
                    coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
             FROM fencepost.agenda AS a
             LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
-            WHERE a.class = v_class AND a.lane = 2147483647 AND a.due <= v_now
-              AND a.due >= coalesce((p_marks -> 'lanes' -> v_class ->> '2147483647')::timestamptz, '-infinity')
+            WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
+              AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
             ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
         ), over AS (
             DELETE FROM fencepost.agenda AS a USING seen AS s
             WHERE a.ctid = s.at AND NOT (s.running AND s.lease_until <= v_now)
         ), renewed AS (
-            INSERT INTO fencepost.agenda (class, lane, due, tenant, operation, generation, epoch)
+            INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
             SELECT v_class, 2147483647, greatest(s.lease_until, clock_timestamp()), s.tenant, s.operation, s.generation, s.epoch
             FROM seen AS s WHERE s.running AND s.lease_until > v_now
         )
@@ -2054,17 +2055,17 @@ END $$;
 -- Locks up to so many due jobs of one class with their pointers, the most urgent first, and skips what others hold, what
 -- this claim has already, and work under another epoch than its tenant's. Fetches what it takes and not the backlog.
 CREATE OR REPLACE FUNCTION fencepost._take(
-    p_class text, p_lanes integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
+    p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
 RETURNS TABLE (at tid, tenant text, operation text) LANGUAGE plpgsql AS $$
 BEGIN
     RETURN QUERY
-    SELECT d.at, d.tenant, d.operation FROM unnest(p_lanes, p_marks) AS l (lane, mark)
+    SELECT d.at, d.tenant, d.operation FROM unnest(p_priorities, p_marks) AS l (priority, mark)
     CROSS JOIN LATERAL (
         SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
         JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
-        WHERE a.class = p_class AND a.lane = l.lane AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
+        WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
           AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
-          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.lane AND j.run_at <= p_now
+          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
           AND j.open_effects = 0 AND j.epoch = a.epoch
         ORDER BY a.due LIMIT p_limit FOR UPDATE OF a SKIP LOCKED FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
     LIMIT p_limit;
@@ -2085,7 +2086,6 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_floor bigint;
     v_class record;
-    v_lanes record;
     v_took record;
     -- What is taken.
     v_at tid[] := '{}';
@@ -2110,19 +2110,19 @@ BEGIN
     -- First to each class its part of the common order, then what is left to whoever has more.
     FOR v_class IN
         WITH one AS MATERIALIZED (SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class)),
-        lane AS MATERIALIZED (SELECT o.class, l.lane, l.mark FROM one AS o, fencepost._lanes(o.class, p_marks) AS l),
+        priority AS MATERIALIZED (SELECT o.class, l.priority, l.mark FROM one AS o, fencepost._priorities(o.class, p_marks) AS l),
         part AS MATERIALIZED (
             SELECT h.class, count(*) AS share FROM (
-                SELECT l.class FROM lane AS l CROSS JOIN LATERAL (
+                SELECT l.class FROM priority AS l CROSS JOIN LATERAL (
                     SELECT a.due FROM fencepost.agenda AS a
-                    WHERE a.class = l.class AND a.lane = l.lane AND a.due >= l.mark AND a.due <= v_now
+                    WHERE a.class = l.class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= v_now
                     ORDER BY a.due LIMIT p_limit) AS d
                 WHERE (SELECT count(*) FROM one) > 1
-                ORDER BY l.lane DESC, d.due LIMIT p_limit) AS h
+                ORDER BY l.priority DESC, d.due LIMIT p_limit) AS h
             GROUP BY h.class)
         SELECT o.class, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
-               ARRAY(SELECT l.lane FROM lane AS l WHERE l.class = o.class ORDER BY l.lane DESC) AS lanes,
-               ARRAY(SELECT l.mark FROM lane AS l WHERE l.class = o.class ORDER BY l.lane DESC) AS marks
+               ARRAY(SELECT l.priority FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS priorities,
+               ARRAY(SELECT l.mark FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS marks
         FROM generate_series(1, 2) AS s (step) CROSS JOIN one AS o LEFT JOIN part AS p ON p.class = o.class AND s.step = 1
         WHERE s.step = 2 OR p.share IS NOT NULL ORDER BY s.step, o.class
     LOOP
@@ -2130,7 +2130,7 @@ BEGIN
         EXIT WHEN v_share = 0;
         SELECT array_agg(t.at) AS at, array_agg(t.tenant) AS tenants, array_agg(t.operation) AS operations,
                array_agg(v_class.class) AS classes INTO v_took
-        FROM fencepost._take(v_class.class, v_class.lanes, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
+        FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
         v_at := v_at || v_took.at;
         v_tenants := v_tenants || v_took.tenants;
         v_operations := v_operations || v_took.operations;
@@ -2158,7 +2158,7 @@ BEGIN
     ), used AS (
         DELETE FROM fencepost.agenda AS a USING claimed AS d WHERE a.ctid = d.at
     ), leased AS (
-        INSERT INTO fencepost.agenda (class, lane, due, tenant, operation, generation, epoch)
+        INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
         SELECT d.class, 2147483647, d.lease_until, d.tenant, d.operation, d.generation, d.epoch FROM claimed AS d
     )
     SELECT d.tenant, d.operation, d.class, d.generation, d.attempt, d.owner, d.epoch, d.mode, d.attempts, d.class_max_attempts,

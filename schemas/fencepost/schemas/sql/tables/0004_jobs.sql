@@ -53,18 +53,18 @@ CREATE TABLE fencepost.job (
 ) WITH (fillfactor = 50);
 
 -- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
--- deleted, never changed. The lane is the priority of a queued job, or 2147483647 for the lease of a running one.
+-- deleted, never changed. The priority is the priority of a queued job, or 2147483647 for the lease of a running one.
 -- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
 CREATE TABLE fencepost.agenda (
     class      text NOT NULL,
-    lane       integer NOT NULL,
+    priority       integer NOT NULL,
     due        timestamptz NOT NULL,
     tenant     text NOT NULL,
     operation  text NOT NULL,
     generation bigint NOT NULL,
     epoch      bigint NOT NULL
 );
-CREATE INDEX agenda_due ON fencepost.agenda (class, lane, due);
+CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
 
 -- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
 -- a foreign key would cost more than the row.

@@ -3,7 +3,7 @@
 CREATE OR REPLACE FUNCTION fencepost._agenda()
 RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    INSERT INTO fencepost.agenda (class, lane, due, tenant, operation, generation, epoch)
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
     VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
         greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
         NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
@@ -25,31 +25,31 @@ BEGIN
     END IF;
 END $$;
 
--- The lanes of a class that hold jobs: those that the marks name, from their marks on, and those between them that have
--- come since. Walks over nothing that lies in a lane with a mark.
-CREATE OR REPLACE FUNCTION fencepost._lanes(p_class text, p_marks jsonb)
-RETURNS TABLE (lane integer, mark timestamptz) LANGUAGE plpgsql AS $$
+-- The priorities of a class that hold jobs: those that the marks name, from their marks on, and those between them that have
+-- come since. Walks over nothing that lies in a priority with a mark.
+CREATE OR REPLACE FUNCTION fencepost._priorities(p_class text, p_marks jsonb)
+RETURNS TABLE (priority integer, mark timestamptz) LANGUAGE plpgsql AS $$
 BEGIN
     RETURN QUERY
     WITH RECURSIVE known AS MATERIALIZED (
-        SELECT m.key::integer AS lane, m.value::timestamptz AS mark
-        FROM jsonb_each_text(coalesce(p_marks -> 'lanes' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
+        SELECT m.key::integer AS priority, m.value::timestamptz AS mark
+        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
     ), gap (low, high) AS (
-        SELECT e.lane, lead(e.lane, 1, 2147483647) OVER (ORDER BY e.lane)
-        FROM (SELECT k.lane FROM known AS k UNION ALL SELECT -2147483648) AS e
-    ), found (lane, high) AS (
-        SELECT f.lane, g.high FROM gap AS g, LATERAL (
-            SELECT a.lane FROM fencepost.agenda AS a
-            WHERE a.class = p_class AND a.lane > g.low AND a.lane < g.high ORDER BY a.lane LIMIT 1) AS f
+        SELECT e.priority, lead(e.priority, 1, 2147483647) OVER (ORDER BY e.priority)
+        FROM (SELECT k.priority FROM known AS k UNION ALL SELECT -2147483648) AS e
+    ), found (priority, high) AS (
+        SELECT f.priority, g.high FROM gap AS g, LATERAL (
+            SELECT a.priority FROM fencepost.agenda AS a
+            WHERE a.class = p_class AND a.priority > g.low AND a.priority < g.high ORDER BY a.priority LIMIT 1) AS f
         UNION ALL
-        SELECT f.lane, n.high FROM found AS n, LATERAL (
-            SELECT a.lane FROM fencepost.agenda AS a
-            WHERE a.class = p_class AND a.lane > n.lane AND a.lane < n.high ORDER BY a.lane LIMIT 1) AS f
+        SELECT f.priority, n.high FROM found AS n, LATERAL (
+            SELECT a.priority FROM fencepost.agenda AS a
+            WHERE a.class = p_class AND a.priority > n.priority AND a.priority < n.high ORDER BY a.priority LIMIT 1) AS f
     )
-    SELECT k.lane, k.mark FROM known AS k UNION ALL SELECT f.lane, '-infinity' FROM found AS f ORDER BY 1 DESC;
+    SELECT k.priority, k.mark FROM known AS k UNION ALL SELECT f.priority, '-infinity' FROM found AS f ORDER BY 1 DESC;
 END $$;
 
--- Up to where the agenda is used up, by class and lane, for the next claims: what is behind a mark is gone for good, and
+-- Up to where the agenda is used up, by class and priority, for the next claims: what is behind a mark is gone for good, and
 -- no claim needs to walk over it, whatever snapshots are held. A hint and nothing more: without it, with an old one or a
 -- wrong one a claim takes no job that it may not take. Give back what the last call returned; start anew without it now
 -- and then, which also finds what a clock that was set back may have hidden. Call it in a transaction of its own.
@@ -63,7 +63,7 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_noted timestamptz := (p_marks ->> 'noted')::timestamptz;
     v_class text;
-    v_lanes jsonb := '{}';
+    v_priorities jsonb := '{}';
 BEGIN
     IF pg_current_xact_id_if_assigned() IS NOT NULL THEN
         RETURN p_marks;
@@ -73,23 +73,23 @@ BEGIN
     END IF;
     IF v_noted IS NOT NULL THEN
         FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
-            PERFORM fencepost._forget_pointers(v_class, l.lane, l.mark, v_now) FROM fencepost._lanes(v_class, p_marks) AS l;
-            v_lanes := v_lanes || jsonb_build_object(v_class, (
-                SELECT jsonb_object_agg(l.lane, least(v_noted, f.due)) FROM (
-                    SELECT k.lane, k.mark FROM fencepost._lanes(v_class, p_marks) AS k
+            PERFORM fencepost._forget_pointers(v_class, l.priority, l.mark, v_now) FROM fencepost._priorities(v_class, p_marks) AS l;
+            v_priorities := v_priorities || jsonb_build_object(v_class, (
+                SELECT jsonb_object_agg(l.priority, least(v_noted, f.due)) FROM (
+                    SELECT k.priority, k.mark FROM fencepost._priorities(v_class, p_marks) AS k
                     UNION ALL
-                    SELECT 2147483647, coalesce((p_marks -> 'lanes' -> v_class ->> '2147483647')::timestamptz, '-infinity')) AS l
+                    SELECT 2147483647, coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')) AS l
                 LEFT JOIN LATERAL (
                     SELECT a.due FROM fencepost.agenda AS a
-                    WHERE a.class = v_class AND a.lane = l.lane AND a.due >= l.mark ORDER BY a.due LIMIT 1) AS f ON true));
+                    WHERE a.class = v_class AND a.priority = l.priority AND a.due >= l.mark ORDER BY a.due LIMIT 1) AS f ON true));
         END LOOP;
     END IF;
     PERFORM set_config('synchronous_commit', 'off', true);
-    RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'lanes', v_lanes);
+    RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'priorities', v_priorities);
 END $$;
 
--- Removes pointers of a lane that no longer fit their job (it was cancelled, or queued anew), among the first of it.
-CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_lane integer, p_mark timestamptz, p_now timestamptz)
+-- Removes pointers of a priority that no longer fit their job (it was cancelled, or queued anew), among the first of it.
+CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
 RETURNS void LANGUAGE sql AS $$
     -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
     DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
@@ -97,7 +97,7 @@ RETURNS void LANGUAGE sql AS $$
         LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
-            WHERE h.class = p_class AND h.lane = p_lane AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
-          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.lane AND j.run_at <= p_now) IS NOT TRUE
+            WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
+          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now) IS NOT TRUE
         FOR UPDATE OF a SKIP LOCKED))
 $$;

@@ -17,14 +17,14 @@ BEGIN
                    coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
             FROM fencepost.agenda AS a
             LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
-            WHERE a.class = v_class AND a.lane = 2147483647 AND a.due <= v_now
-              AND a.due >= coalesce((p_marks -> 'lanes' -> v_class ->> '2147483647')::timestamptz, '-infinity')
+            WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
+              AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
             ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
         ), over AS (
             DELETE FROM fencepost.agenda AS a USING seen AS s
             WHERE a.ctid = s.at AND NOT (s.running AND s.lease_until <= v_now)
         ), renewed AS (
-            INSERT INTO fencepost.agenda (class, lane, due, tenant, operation, generation, epoch)
+            INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
             SELECT v_class, 2147483647, greatest(s.lease_until, clock_timestamp()), s.tenant, s.operation, s.generation, s.epoch
             FROM seen AS s WHERE s.running AND s.lease_until > v_now
         )
@@ -87,17 +87,17 @@ END $$;
 -- Locks up to so many due jobs of one class with their pointers, the most urgent first, and skips what others hold, what
 -- this claim has already, and work under another epoch than its tenant's. Fetches what it takes and not the backlog.
 CREATE OR REPLACE FUNCTION fencepost._take(
-    p_class text, p_lanes integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
+    p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
 RETURNS TABLE (at tid, tenant text, operation text) LANGUAGE plpgsql AS $$
 BEGIN
     RETURN QUERY
-    SELECT d.at, d.tenant, d.operation FROM unnest(p_lanes, p_marks) AS l (lane, mark)
+    SELECT d.at, d.tenant, d.operation FROM unnest(p_priorities, p_marks) AS l (priority, mark)
     CROSS JOIN LATERAL (
         SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
         JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
-        WHERE a.class = p_class AND a.lane = l.lane AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
+        WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
           AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
-          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.lane AND j.run_at <= p_now
+          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
           AND j.open_effects = 0 AND j.epoch = a.epoch
         ORDER BY a.due LIMIT p_limit FOR UPDATE OF a SKIP LOCKED FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
     LIMIT p_limit;
@@ -118,7 +118,6 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_floor bigint;
     v_class record;
-    v_lanes record;
     v_took record;
     -- What is taken.
     v_at tid[] := '{}';
@@ -143,19 +142,19 @@ BEGIN
     -- First to each class its part of the common order, then what is left to whoever has more.
     FOR v_class IN
         WITH one AS MATERIALIZED (SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class)),
-        lane AS MATERIALIZED (SELECT o.class, l.lane, l.mark FROM one AS o, fencepost._lanes(o.class, p_marks) AS l),
+        priority AS MATERIALIZED (SELECT o.class, l.priority, l.mark FROM one AS o, fencepost._priorities(o.class, p_marks) AS l),
         part AS MATERIALIZED (
             SELECT h.class, count(*) AS share FROM (
-                SELECT l.class FROM lane AS l CROSS JOIN LATERAL (
+                SELECT l.class FROM priority AS l CROSS JOIN LATERAL (
                     SELECT a.due FROM fencepost.agenda AS a
-                    WHERE a.class = l.class AND a.lane = l.lane AND a.due >= l.mark AND a.due <= v_now
+                    WHERE a.class = l.class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= v_now
                     ORDER BY a.due LIMIT p_limit) AS d
                 WHERE (SELECT count(*) FROM one) > 1
-                ORDER BY l.lane DESC, d.due LIMIT p_limit) AS h
+                ORDER BY l.priority DESC, d.due LIMIT p_limit) AS h
             GROUP BY h.class)
         SELECT o.class, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
-               ARRAY(SELECT l.lane FROM lane AS l WHERE l.class = o.class ORDER BY l.lane DESC) AS lanes,
-               ARRAY(SELECT l.mark FROM lane AS l WHERE l.class = o.class ORDER BY l.lane DESC) AS marks
+               ARRAY(SELECT l.priority FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS priorities,
+               ARRAY(SELECT l.mark FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS marks
         FROM generate_series(1, 2) AS s (step) CROSS JOIN one AS o LEFT JOIN part AS p ON p.class = o.class AND s.step = 1
         WHERE s.step = 2 OR p.share IS NOT NULL ORDER BY s.step, o.class
     LOOP
@@ -163,7 +162,7 @@ BEGIN
         EXIT WHEN v_share = 0;
         SELECT array_agg(t.at) AS at, array_agg(t.tenant) AS tenants, array_agg(t.operation) AS operations,
                array_agg(v_class.class) AS classes INTO v_took
-        FROM fencepost._take(v_class.class, v_class.lanes, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
+        FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
         v_at := v_at || v_took.at;
         v_tenants := v_tenants || v_took.tenants;
         v_operations := v_operations || v_took.operations;
@@ -191,7 +190,7 @@ BEGIN
     ), used AS (
         DELETE FROM fencepost.agenda AS a USING claimed AS d WHERE a.ctid = d.at
     ), leased AS (
-        INSERT INTO fencepost.agenda (class, lane, due, tenant, operation, generation, epoch)
+        INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
         SELECT d.class, 2147483647, d.lease_until, d.tenant, d.operation, d.generation, d.epoch FROM claimed AS d
     )
     SELECT d.tenant, d.operation, d.class, d.generation, d.attempt, d.owner, d.epoch, d.mode, d.attempts, d.class_max_attempts,
