@@ -15,6 +15,7 @@ from typing import Any, LiteralString, cast
 
 from bench.relay import stage
 from bench.relay.report import Bench
+from psycopg.conninfo import conninfo_to_dict
 
 from support.database import Database
 
@@ -32,14 +33,14 @@ CLAIM = 100
 REGISTER: LiteralString = """
 SELECT fencepost.register_class('bench.noop', 'strict', '30 s', 5, 20, '1 s', '300 s', '30 s', '30 s')"""
 FILL: LiteralString = """
-SELECT count(fencepost.submit('t' || n % 4, 'op-' || n, 'bench.noop', a.args, 'jcs-sha256:' || encode(sha256(a.args), 'hex')))
-FROM generate_series(1, {count}) AS n, LATERAL (SELECT convert_to('{{"n":' || n || '}}', 'UTF8') AS args) AS a"""
-FILL_RAW: LiteralString = """
-DROP TABLE IF EXISTS raw_job;
+SELECT count(fencepost.submit('t' || n %% 4, 'op-' || n, 'bench.noop', a.args, 'jcs-sha256:' || encode(sha256(a.args), 'hex')))
+FROM generate_series(1, %(count)s::integer) AS n, LATERAL (SELECT convert_to('{"n":' || n || '}', 'UTF8') AS args) AS a"""
+RAW: LiteralString = """
 CREATE TABLE raw_job (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, state smallint NOT NULL DEFAULT 0, attempt uuid,
                       owner text, lease_until timestamptz, run_at timestamptz NOT NULL DEFAULT now(), payload bytea);
-CREATE INDEX ON raw_job (run_at, id) WHERE state = 0;
-INSERT INTO raw_job (payload) SELECT convert_to('{{"n":' || n || '}}', 'UTF8') FROM generate_series(1, {count}) AS n;"""
+CREATE INDEX ON raw_job (run_at, id) WHERE state = 0"""
+FILL_RAW: LiteralString = """
+INSERT INTO raw_job (payload) SELECT convert_to('{"n":' || n || '}', 'UTF8') FROM generate_series(1, %(count)s::integer) AS n"""
 SETTLED: LiteralString = """
 SELECT count(*) FILTER (WHERE exec = 'done'), count(*), max(attempts),
        (SELECT count(*) FROM fencepost.attempt) FROM fencepost.job"""
@@ -110,7 +111,7 @@ def filled(bench: Bench, count: int) -> Database:
     with made.connect(autocommit=True) as conn:
         conn.execute("SET synchronous_commit = off")
         conn.execute(REGISTER)
-        conn.execute(FILL.format(count=count))  # type: ignore[arg-type,unused-ignore]
+        conn.execute(FILL, {"count": count})
         conn.execute("VACUUM ANALYZE fencepost.job")
         conn.execute("VACUUM ANALYZE fencepost.agenda")
         conn.execute("CHECKPOINT")
@@ -135,7 +136,8 @@ def raw(bench: Bench, count: int) -> dict[str, Any]:
     made = bench.databases.empty()
     bench.opened.callback(bench.databases.drop, made)
     with made.connect(autocommit=True) as conn:
-        conn.execute(FILL_RAW.format(count=count))  # type: ignore[arg-type,unused-ignore]
+        conn.execute(RAW)
+        conn.execute(FILL_RAW, {"count": count})
         conn.execute("VACUUM ANALYZE raw_job")
         conn.execute("CHECKPOINT")
     return measure("raw", {"dsn": made.dsn, "count": count, "batch": CLAIM}, bench.options.seconds + 60)
@@ -151,9 +153,7 @@ def peer_drained(bench: Bench, python: Path, system: str) -> dict[str, Any]:
 
 def url(dsn: str) -> str:
     """A connection string of key=value pairs as an address, which every client takes."""
-    import psycopg.conninfo
-
-    parts = {key: str(value) for key, value in psycopg.conninfo.conninfo_to_dict(dsn).items()}
+    parts = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
     user, host = parts.get("user", ""), parts.get("host", "127.0.0.1")
     secret = f":{parts['password']}" if "password" in parts else ""
     return f"postgresql://{user}{secret}@{host}:{parts.get('port', '5432')}/{parts['dbname']}"

@@ -23,10 +23,12 @@ SELECT fencepost.fence(%(tenant)s, %(operation)s, %(class)s, %(generation)s, %(a
 COMPLETE: LiteralString = """
 SELECT fencepost.complete(%(tenant)s, %(operation)s, %(class)s, %(generation)s, %(attempt)s, %(owner)s, %(epoch)s)"""
 
+# No identity holds a control character, so one joins them: arrays of a hundred members each would cost more than the call.
 COMPLETE_MANY: LiteralString = """
 SELECT item, code, field FROM fencepost.complete_many(
-    %(tenants)s::text[], %(operations)s::text[], %(classes)s::text[], %(generations)s::bigint[], %(attempts)s::uuid[],
-    %(owners)s::text[], %(epochs)s::bigint[])"""
+    string_to_array(%(tenants)s, chr(31)), string_to_array(%(operations)s, chr(31)), string_to_array(%(classes)s, chr(31)),
+    %(generations)s::bigint[], %(attempts)s::uuid[], string_to_array(%(owners)s, chr(31)), %(epochs)s::bigint[])"""
+JOINT = "\x1f"
 OPEN = "ZF030"
 
 
@@ -83,14 +85,14 @@ def complete_many(conn: Connection[Any], fences: Sequence[Fence]) -> dict[int, S
     """
     if not fences:
         return {}
-    values: dict[str, object] = {
-        "tenants": [f.tenant for f in fences],
-        "operations": [f.operation for f in fences],
-        "classes": [f.job_class for f in fences],
-        "generations": [f.generation for f in fences],
-        "attempts": [f.attempt for f in fences],
-        "owners": [f.owner for f in fences],
-        "epochs": [f.epoch for f in fences],
+    values = {
+        "tenants": JOINT.join([f.tenant for f in fences]),
+        "operations": JOINT.join([f.operation for f in fences]),
+        "classes": JOINT.join([f.job_class for f in fences]),
+        "generations": f"{{{','.join([str(f.generation) for f in fences])}}}",
+        "attempts": f"{{{','.join([f.attempt.hex for f in fences])}}}",
+        "owners": JOINT.join([f.owner for f in fences]),
+        "epochs": f"{{{','.join([str(f.epoch) for f in fences])}}}",
     }
     with conn.cursor(row_factory=tuple_row) as cursor:
         refused = cursor.execute(COMPLETE_MANY, values).fetchall()

@@ -11,12 +11,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import psycopg
 from psycopg import Connection
 
 from fencepost.jobs.execution import Execution, Poison, Retry
@@ -29,10 +27,8 @@ from fencepost.schemas.errors import (
     EffectUnknown,
     InvalidInput,
     LeaseLost,
-    NotArmed,
     NotDispatched,
     StaleFence,
-    Unreachable,
 )
 from fencepost.schemas.identity import as_name
 
@@ -44,69 +40,64 @@ log = logging.getLogger("fencepost.jobs")
 
 
 class Completions:
-    """Completes what has ended, in batches that form by themselves while the lane is busy; usable from any thread.
+    """Completes what has ended, one batch at a time: the next forms while one is written; usable from any thread.
 
-    ``written`` is called with the executions of a batch and a future that holds what went wrong, if anything.
+    ``written`` is called with executions and a future that holds what went wrong, if anything; ``refused`` with each
+    whose completion was refused: its outcome is still to be found.
     """
 
-    def __init__(self, lanes: Lanes, written: Callable[[Sequence[Execution], Future[None]], None]) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        written: Callable[[Sequence[Execution], Future[Any]], None],
+        refused: Callable[[Execution], None],
+    ) -> None:
         self._lanes = lanes
         self._written = written
+        self._refused = refused
         self._lock = threading.Lock()
         self._ended: list[Execution] = []
-        self._sent = False
+        self._writing = False
 
     def add(self, execution: Execution) -> None:
         """The handler of this execution returned; it is written soon."""
         with self._lock:
             self._ended.append(execution)
-            if self._sent:
+            if self._writing:
                 return
-            self._sent = True
+            self._writing = True
         self._send()
 
     def _send(self) -> None:
-        batch = _Batch()
+        batch: list[Execution] = []
         sent = self._lanes.send(partial(self._write, batch))
         sent.add_done_callback(partial(self._done, batch))
 
-    def _take(self, batch: _Batch, limit: int | None) -> bool:
-        """Moves what has ended into the batch; True when some is left for another."""
+    def _take(self, batch: list[Execution], most: int | None) -> None:
         with self._lock:
-            batch.executions = self._ended[:limit]
-            batch.left = list(batch.executions)
-            del self._ended[:limit]
-            self._sent = bool(self._ended)
-            return self._sent
+            batch.extend(self._ended[:most])
+            del self._ended[:most]
 
-    def _write(self, batch: _Batch, conn: Connection[Any]) -> None:
-        # Repeated after a lost connection, it goes on with what it took the first time.
-        if not batch.executions and self._take(batch, BATCH_MAX):
-            self._send()
-        refused = complete_many(conn, [execution.job.fence for execution in batch.left])
-        batch.left = [batch.left[index] for index in refused]
-        while batch.left:
-            try:
-                outcome(conn, batch.left[-1], None)
-            except (psycopg.OperationalError, Unreachable, NotArmed):
-                raise
-            except Exception as error:  # noqa: BLE001 (the others still count)
-                log.error("the outcome of an attempt was not written: %s; its lease will end", type(error).__name__)
-            batch.left.pop()
+    def _write(self, batch: list[Execution], conn: Connection[Any]) -> list[Execution]:
+        # Repeated after a lost connection, it stays with what it took; what was done by then is refused, and looked up.
+        if not batch:
+            self._take(batch, BATCH_MAX)
+        refused = complete_many(conn, [execution.job.fence for execution in batch])
+        return [batch[index] for index in refused]
 
-    def _done(self, batch: _Batch, future: Future[None]) -> None:
-        if not batch.executions:
-            # The lanes have closed: nothing was written.
+    def _done(self, batch: list[Execution], future: Future[list[Execution]]) -> None:
+        if not batch:
+            # The lanes have closed: nothing will be written.
             self._take(batch, None)
-        self._written(batch.executions, future)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What was taken together, and what of it is still to be written."""
-
-    executions: list[Execution] = field(default_factory=list[Execution])
-    left: list[Execution] = field(default_factory=list[Execution])
+        with self._lock:
+            self._writing = bool(self._ended)
+            more = self._writing
+        if more:
+            self._send()
+        refused = [] if future.exception() is not None else future.result()
+        self._written([execution for execution in batch if execution not in refused], future)
+        for execution in refused:
+            self._refused(execution)
 
 
 def outcome(conn: Connection[Any], execution: Execution, error: BaseException | None) -> None:

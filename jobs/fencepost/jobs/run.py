@@ -62,7 +62,7 @@ class Run:
         self._freed = threading.Event()
         self._work = Lanes(dsn, "work", concurrency)
         self._outcomes = Lanes(dsn, "outcome", OUTCOME_LANES, budget=OUTCOME_SECONDS)
-        self._completions = Completions(self._outcomes, self._written)
+        self._completions = Completions(self._outcomes, self._written, partial(self._write, error=None))
         self._renewal = Renewal(dsn, self.running)
         self._keeper = None if state is None else Keeper(dsn, state)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,11 +96,13 @@ class Run:
         with self._lock:
             return self._concurrency - len(self._executions)
 
-    def wait(self, pause: float, stopping: threading.Event) -> None:
-        """Waits for ``pause`` seconds, less when a job ends or the worker is to stop."""
+    def wait(self, pause: float, stopping: threading.Event, *, full: bool) -> None:
+        """Waits for ``pause`` seconds, less when the worker is to stop, or when it was full and a job ends."""
         until = time.monotonic() + pause
         while (left := until - time.monotonic()) > 0 and not stopping.is_set():
-            if self._freed.wait(min(left, 0.05)):
+            if not full:
+                time.sleep(min(left, 0.05))
+            elif self._freed.wait(min(left, 0.05)):
                 self._freed.clear()
                 return
 
@@ -133,7 +135,11 @@ class Run:
         for execution in executions:
             handler = cast(Callable[[AsyncContext, Job], Coroutine[Any, Any, object]], self._handled(execution).handler)
             context = AsyncContext(execution, self._work, self._outcomes)
-            task = loop.create_task(handler(context, execution.job))
+            try:
+                task = loop.create_task(handler(context, execution.job))
+            except Exception as error:  # noqa: BLE001 (it takes other arguments: the outcome of the attempt)
+                self._end(execution, error)
+                continue
             execution.on_lost(partial(_call_soon, loop, task.cancel))
             task.add_done_callback(partial(self._ended, execution))
 
@@ -142,15 +148,18 @@ class Run:
 
     def _end(self, execution: Execution, error: BaseException | None) -> None:
         """Sends the outcome to its own lane; the execution counts as running until it is written."""
-        if not execution.settle():
+        if not execution.settle() or (execution.published and error is None):
             self._forget([execution])
-        elif error is None and not execution.published:
+        elif error is None:
             self._completions.add(execution)
         else:
-            sent = self._outcomes.send(lambda conn: outcome(conn, execution, error))
-            sent.add_done_callback(partial(self._written, [execution]))
+            self._write(execution, error)
 
-    def _written(self, executions: Sequence[Execution], future: Future[None]) -> None:
+    def _write(self, execution: Execution, error: BaseException | None) -> None:
+        sent = self._outcomes.send(lambda conn: outcome(conn, execution, error))
+        sent.add_done_callback(partial(self._written, [execution]))
+
+    def _written(self, executions: Sequence[Execution], future: Future[Any]) -> None:
         if (failed := future.exception()) is not None:
             log.error(
                 "the outcome of %d attempts was not written: %s; their leases will end",

@@ -73,6 +73,15 @@ class Registered:
         return inspect.iscoroutinefunction(self.handler)
 
 
+@dataclass(slots=True)
+class Polls:
+    """The pause before the next poll, whether the last left no capacity, and whether the operator knows that none claims."""
+
+    pause: float = POLL_SECONDS_MIN
+    full: bool = False
+    told: bool = False
+
+
 class Hint:
     """Where the claims of one connection start to look; made anew every minute, for a clock may have been set back."""
 
@@ -183,8 +192,7 @@ class Worker:
 
     def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float) -> None:
         answered = time.monotonic()
-        pause = POLL_SECONDS_MIN
-        told = False
+        polls = Polls()
         while not stopping.is_set():
             try:
                 with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
@@ -193,33 +201,35 @@ class Worker:
                         register_class(conn, registered.policy)
                     hint = Hint(self.classes)
                     while not stopping.is_set():
-                        pause, told = self._turn(run, conn, hint, pause, told)
+                        self._turn(run, conn, hint, polls)
                         answered = time.monotonic()
-                        run.wait(pause, stopping)
+                        run.wait(polls.pause, stopping, full=polls.full)
             except (psycopg.OperationalError, Unreachable) as error:
                 if time.monotonic() - answered >= patience:
                     raise
                 log.warning("the database does not answer, trying again: %s", type(error).__name__)
-                pause = min(max(pause, POLL_SECONDS_MIN) * 2, POLL_SECONDS_MAX * 4)
-                stopping.wait(pause)
+                polls.pause = min(max(polls.pause, POLL_SECONDS_MIN) * 2, POLL_SECONDS_MAX * 4)
+                stopping.wait(polls.pause)
 
-    def _turn(
-        self, run: Run, conn: psycopg.Connection[Any], hint: Hint, pause: float, told: bool
-    ) -> tuple[float, bool]:
-        """One poll: the pause until the next, and whether the operator has been told that nothing may be claimed."""
+    def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls) -> None:
+        """One poll, and how long to wait for the next."""
         free = run.free()
+        polls.full = free == 0
         if free == 0:
-            return POLL_SECONDS_MIN, told
+            polls.pause = POLL_SECONDS_MIN
+            return
         try:
             jobs = claim(conn, self.owner, self.classes, free, hint.text)
         except NotArmed as error:
-            if not told:
+            if not polls.told:
                 log.error("nothing is claimed: %s", error)
-            return POLL_SECONDS_MAX, True
+            polls.pause, polls.told = POLL_SECONDS_MAX, True
+            return
         if jobs:
             run.execute(jobs)
         hint.renew(conn, busy=bool(jobs))
-        return (POLL_SECONDS_MIN if jobs else min(pause * 1.5, POLL_SECONDS_MAX)), False
+        polls.full = len(jobs) == free
+        polls.pause, polls.told = POLL_SECONDS_MIN if jobs else min(polls.pause * 1.5, POLL_SECONDS_MAX), False
 
 
 @contextmanager
