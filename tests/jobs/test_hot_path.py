@@ -1,6 +1,8 @@
 """Batches complete each item under its own fence, and no claim walks over what is used up, whatever snapshots are held."""
 
+import asyncio
 import json
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -10,12 +12,16 @@ import pytest
 
 from fencepost.jobs.cancel import cancel
 from fencepost.jobs.claim import Job, claim, marks
+from fencepost.jobs.context import AsyncContext
 from fencepost.jobs.fence import complete, complete_many
 from fencepost.jobs.submit import submit
+from fencepost.jobs.worker import Worker
 from fencepost.schemas.errors import EffectOpen, InvalidInput, NotArmed, StaleFence
 from fencepost.schemas.identity import Attempt, Epoch, Generation, OperationId, Owner
 from support.database import Database
 from support.jobs import CLASS, Background, Conn, begun, claimed, column, expire, given, show, two, waiting
+from support.processes import wait_for
+from support.workers import becomes, quick, running
 
 OTHERS = ("cancelled", "expired", "superseded", "effect", "generation", "attempt", "owner", "epoch")
 
@@ -107,6 +113,40 @@ def test_a_lease_that_ends_while_a_batch_waits_for_a_row_is_refused(database18: 
         refused = late.outcome()
         assert {fences[index].operation: error.field for index, error in refused.items()} == {"ends": "lease"}
         assert (show(auto, "ends"), show(auto, "lasts")) == ("running", "done")
+
+
+def test_handlers_that_end_together_are_completed_together_and_a_stale_one_holds_up_nobody(
+    database18: Database,
+) -> None:
+    """Also when every connection of the worker was cut meanwhile: nothing is done twice, nothing is lost."""
+    worker = Worker()
+    started: list[str] = []
+    go = threading.Event()
+
+    @worker.job(CLASS, **quick(lease=60.0))
+    async def handler(ctx: AsyncContext, job: Job) -> None:
+        started.append(job.operation)
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+
+    names = [f"op-{number}" for number in range(20)]
+    with database18.connect(autocommit=True) as conn:
+        for name in names:
+            given(conn, name, lease=60.0)
+        with running(worker, database18, concurrency=30):
+            wait_for(lambda: len(started) == 20, 20, "all handlers to start")
+            cancel(conn, "t", "op-3", CLASS, actor="ann", reason="no more")
+            expire(conn, "op-7")
+            wait_for(lambda: started.count("op-7") == 2, 20, "the second attempt of what had expired")
+            conn.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+            go.set()
+            for name in names:
+                becomes(conn, "cancelled" if name == "op-3" else "done", name)
+        attempts = conn.execute("SELECT operation, attempts FROM fencepost.job WHERE attempts <> 1").fetchall()
+        assert attempts == [("op-7", 2)] and sorted(set(started)) == sorted(names)
 
 
 def work(conn: Conn, count: int, name: str, hint: str | None = None) -> list[Job]:

@@ -357,7 +357,8 @@ CREATE TABLE fencepost.agenda (
     operation  text NOT NULL,
     generation bigint NOT NULL,
     epoch      bigint NOT NULL
-);
+    -- It is empty again and again: giving its pages back would lock everybody out each time.
+) WITH (vacuum_truncate = false);
 CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
 
 -- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
@@ -451,7 +452,7 @@ CREATE TABLE fencepost.effect_event (
 CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, effect_key);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', '983c0837292c02e7f2df994b8bba33359c4ccc8908e975a4c7ea51500e2736e3');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', 'a7efa6077ddbb9b15635157542c51e7627bc8f095db0425e0b1fbc410e25891a');
 
 -- 0005_routing.sql
 -- Routing and parking: which events each destination answers for, what a refusal does to its key, and operators' acts.

@@ -63,7 +63,8 @@ CREATE TABLE fencepost.agenda (
     operation  text NOT NULL,
     generation bigint NOT NULL,
     epoch      bigint NOT NULL
-);
+    -- It is empty again and again: giving its pages back would lock everybody out each time.
+) WITH (vacuum_truncate = false);
 CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
 
 -- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
