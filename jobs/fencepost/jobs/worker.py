@@ -66,11 +66,8 @@ class Registered:
 
     policy: JobClassPolicy
     handler: SyncHandler | AsyncHandler
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the handler runs on the event loop."""
-        return inspect.iscoroutinefunction(self.handler)
+    asynchronous: bool
+    """Whether the handler runs on the event loop."""
 
 
 @dataclass(slots=True)
@@ -152,7 +149,7 @@ class Worker:
         )
 
         def register(handler: H) -> H:
-            self._classes[name] = Registered(made, handler)
+            self._classes[name] = Registered(made, handler, inspect.iscoroutinefunction(handler))
             return handler
 
         return register

@@ -2053,8 +2053,9 @@ BEGIN
     RETURN v_exec;
 END $$;
 
--- Locks up to so many due jobs of one class with their pointers, the most urgent first, and skips what others hold, what
--- this claim has already, and work under another epoch than its tenant's. Fetches what it takes and not the backlog.
+-- Locks up to so many due jobs of one class, the most urgent first, and skips what others hold, what this claim has
+-- already, and work under another epoch than its tenant's. Fetches what it takes and not the backlog. The pointers need no
+-- lock: who holds the job may use them.
 CREATE OR REPLACE FUNCTION fencepost._take(
     p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
 RETURNS TABLE (at tid, tenant text, operation text) LANGUAGE plpgsql AS $$
@@ -2068,7 +2069,7 @@ BEGIN
           AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
           AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
           AND j.open_effects = 0 AND j.epoch = a.epoch
-        ORDER BY a.due LIMIT p_limit FOR UPDATE OF a SKIP LOCKED FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
+        ORDER BY a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
     LIMIT p_limit;
 END $$;
 
