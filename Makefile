@@ -8,7 +8,7 @@ BENCH   ?=
 WORKERS ?= auto
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check bench fuzz-order bench-doorbell bench-relay bench-consumer bench-replay soak-consumer stack-up stack-down services
+.PHONY: help demo test check bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,7 +32,7 @@ check: $(STAMP) ## linters, both type checkers, import contracts, layout
 fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, nothing out of order
 	$(PY) bench/fuzz_order.py
 
-bench: bench-relay bench-replay bench-consumer ## every benchmark
+bench: bench-relay bench-replay bench-consumer bench-jobs ## every benchmark
 
 bench-doorbell: $(STAMP) services ## what the doorbell costs the writers
 	$(PY) bench/doorbell.py $(BENCH)
@@ -42,6 +42,9 @@ bench-relay: $(STAMP) services ## the relay beside the limits of this machine, b
 
 bench-consumer: $(STAMP) services ## handlers with and without the inbox, single and in batches, bounds checked
 	$(PY) bench/consumer/run.py --gate $(BENCH)
+
+bench-jobs: $(STAMP) services ## jobs beside bare SQL, PgQueuer and Procrastinate, bounds checked (BENCH="--only pinned")
+	$(PY) bench/jobs/run.py --gate $(BENCH)
 
 soak-consumer: $(STAMP) services ## two consumers under kills and redeliveries: each operation once (BENCH="--seed 1")
 	$(PY) bench/soak_consumer.py $(BENCH)

@@ -14,6 +14,7 @@ TABLES = (
     "effect_event",
     "effect",
     "attempt",
+    "agenda",
     "job",
     "job_class",
     "decision",

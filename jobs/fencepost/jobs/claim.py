@@ -22,7 +22,7 @@ from fencepost.schemas import content
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import Attempt, Epoch, Generation, JobClass, OperationId, Owner, Tenant, as_class
 
-__all__ = ["CLAIM", "REGISTER", "Job", "JobClassPolicy", "Mode", "Policy", "claim", "register_class"]
+__all__ = ["CLAIM", "MARKS", "REGISTER", "Job", "JobClassPolicy", "Mode", "Policy", "claim", "marks", "register_class"]
 
 Policy = Literal["strict", "resumable"]
 Mode = Literal["execute", "finish"]
@@ -34,7 +34,8 @@ SELECT fencepost.register_class(%(class)s, %(policy)s, %(lease)s, %(max_attempts
 CLAIM: LiteralString = """
 SELECT tenant, operation, class, generation, attempt, owner, epoch, mode, attempts, max_attempts, args, source_event,
        lease_ms
-FROM fencepost.claim(%(owner)s, %(classes)s, %(limit)s)"""
+FROM fencepost.claim(%(owner)s, %(classes)s, %(limit)s, %(marks)s::jsonb)"""
+MARKS: LiteralString = "SELECT fencepost.marks(%(classes)s, %(marks)s::jsonb)::text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +122,30 @@ def register_class(conn: Connection[Any], policy: JobClassPolicy) -> None:
     )
 
 
-def claim(conn: Connection[Any], owner: str, classes: Sequence[str], limit: int) -> list[Job]:
+def claim(conn: Connection[Any], owner: str, classes: Sequence[str], limit: int, hint: str | None = None) -> list[Job]:
     """Up to ``limit`` due jobs of these classes under new leases, in the caller's transaction: they count once it commits.
+
+    ``hint`` is what ``marks`` returned: with it a claim walks over nothing that is used up, whatever snapshots are held.
 
     Crash here: [C] after this commit and before the handler: the lease expires and the next claim takes the job back.
     Raises UnknownClass before ``register_class``, NotArmed, InvalidInput for an owner that cannot be stored.
     """
     started = time.monotonic()
-    with conn.cursor(row_factory=tuple_row) as cursor:
-        rows = cursor.execute(CLAIM, {"owner": owner, "classes": list(classes), "limit": limit}).fetchall()
+    values = {"owner": owner, "classes": list(classes), "limit": limit, "marks": hint}
+    with conn.cursor(row_factory=tuple_row, binary=True) as cursor:
+        rows = cursor.execute(CLAIM, values).fetchall()
     return [_job(row, started) for row in rows]
+
+
+def marks(conn: Connection[Any], classes: Sequence[str], hint: str | None = None) -> str | None:
+    """A hint for the next claims of these classes, made from the last one; never changes what may be claimed.
+
+    Call it on an autocommit connection after claims that took something; start anew without a hint every minute or so.
+    """
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        row = cursor.execute(MARKS, {"classes": list(classes), "marks": hint}).fetchone()
+    assert row is not None
+    return cast("str | None", row[0])
 
 
 def _job(row: tuple[Any, ...], started: float) -> Job:

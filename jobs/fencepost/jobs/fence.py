@@ -6,19 +6,30 @@ savepoints: rolling back to an earlier savepoint would release the row lock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, LiteralString
 
 from psycopg import Connection
+from psycopg.rows import tuple_row
 
+from fencepost.schemas.errors import EffectOpen, StaleFence
 from fencepost.schemas.identity import Attempt, Epoch, Generation, JobClass, OperationId, Owner, Tenant
 
-__all__ = ["COMPLETE", "FENCE", "Fence", "complete", "fence"]
+__all__ = ["COMPLETE", "COMPLETE_MANY", "FENCE", "Fence", "complete", "complete_many", "fence"]
 
 FENCE: LiteralString = """
 SELECT fencepost.fence(%(tenant)s, %(operation)s, %(class)s, %(generation)s, %(attempt)s, %(owner)s, %(epoch)s)"""
 COMPLETE: LiteralString = """
 SELECT fencepost.complete(%(tenant)s, %(operation)s, %(class)s, %(generation)s, %(attempt)s, %(owner)s, %(epoch)s)"""
+
+# No identity holds a control character, so one joins them: arrays of a hundred members each would cost more than the call.
+COMPLETE_MANY: LiteralString = """
+SELECT item, code, field FROM fencepost.complete_many(
+    string_to_array(%(tenants)s, chr(31)), string_to_array(%(operations)s, chr(31)), string_to_array(%(classes)s, chr(31)),
+    %(generations)s::bigint[], %(attempts)s::uuid[], string_to_array(%(owners)s, chr(31)), %(epochs)s::bigint[])"""
+JOINT = "\x1f"
+OPEN = "ZF030"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +75,37 @@ def complete(conn: Connection[Any], f: Fence) -> None:
     Raises as ``fence`` does.
     """
     conn.execute(COMPLETE, f.parameters())
+
+
+def complete_many(conn: Connection[Any], fences: Sequence[Fence]) -> dict[int, StaleFence | EffectOpen]:
+    """Completes up to 1000 jobs in the caller's transaction, each under its own fence: a stale one is refused alone.
+
+    Returns the refused ones by their index, with what ``complete`` would have raised; the others are done once the
+    caller commits. Raises NotArmed, then nothing is done.
+    """
+    if not fences:
+        return {}
+    values = {
+        "tenants": JOINT.join([f.tenant for f in fences]),
+        "operations": JOINT.join([f.operation for f in fences]),
+        "classes": JOINT.join([f.job_class for f in fences]),
+        "generations": f"{{{','.join([str(f.generation) for f in fences])}}}",
+        "attempts": f"{{{','.join([f.attempt.hex for f in fences])}}}",
+        "owners": JOINT.join([f.owner for f in fences]),
+        "epochs": f"{{{','.join([str(f.epoch) for f in fences])}}}",
+    }
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        refused = cursor.execute(COMPLETE_MANY, values).fetchall()
+    return {item - 1: _refusal(code, field) for item, code, field in refused}
+
+
+def _refusal(code: str, field: str) -> StaleFence | EffectOpen:
+    if code == OPEN:
+        return EffectOpen(
+            "an effect of this job is pending or unknown", field=field, hint="record or reconcile it first"
+        )
+    return StaleFence(
+        f"the fence is no longer current: {field}",
+        field=field,
+        hint="stop this attempt; what it computed may be staged for its successor, not published",
+    )

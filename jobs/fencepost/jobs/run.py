@@ -10,34 +10,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from psycopg import Connection
-
 from fencepost.jobs.claim import Job, JobClassPolicy
 from fencepost.jobs.context import AsyncContext, Context
-from fencepost.jobs.execution import Execution, Poison, Retry
-from fencepost.jobs.fail import Became, fail, release
-from fencepost.jobs.fence import complete
+from fencepost.jobs.execution import Execution
 from fencepost.jobs.lanes import Lanes
-from fencepost.jobs.publish import published
+from fencepost.jobs.outcomes import Completions, given_back, outcome
 from fencepost.jobs.renewal import Renewal
 from fencepost.schemas import arming
-from fencepost.schemas.errors import (
-    EffectOpen,
-    EffectUnknown,
-    InvalidInput,
-    LeaseLost,
-    NotArmed,
-    NotDispatched,
-    StaleFence,
-    WitnessMismatch,
-)
-from fencepost.schemas.identity import as_name
+from fencepost.schemas.errors import NotArmed, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
 
 __all__ = ["Run"]
@@ -76,6 +62,7 @@ class Run:
         self._freed = threading.Event()
         self._work = Lanes(dsn, "work", concurrency)
         self._outcomes = Lanes(dsn, "outcome", OUTCOME_LANES, budget=OUTCOME_SECONDS)
+        self._completions = Completions(self._outcomes, self._written, partial(self._write, error=None))
         self._renewal = Renewal(dsn, self.running)
         self._keeper = None if state is None else Keeper(dsn, state)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,27 +96,32 @@ class Run:
         with self._lock:
             return self._concurrency - len(self._executions)
 
-    def wait(self, pause: float, stopping: threading.Event) -> None:
-        """Waits for ``pause`` seconds, less when a job ends or the worker is to stop."""
+    def wait(self, pause: float, stopping: threading.Event, *, full: bool) -> None:
+        """Waits for ``pause`` seconds, less when the worker is to stop, or when it was full and a job ends."""
         until = time.monotonic() + pause
         while (left := until - time.monotonic()) > 0 and not stopping.is_set():
-            if self._freed.wait(min(left, 0.05)):
+            if not full:
+                time.sleep(min(left, 0.05))
+            elif self._freed.wait(min(left, 0.05)):
                 self._freed.clear()
                 return
 
-    def execute(self, job: Job) -> None:
-        """Starts the handler of a claimed job, in a thread of its own or on the event loop."""
-        handled = self._classes[job.job_class]
-        execution = Execution(job, handled.policy)
+    def execute(self, jobs: Sequence[Job]) -> None:
+        """Starts the handlers of claimed jobs, each in a thread of its own or together on the event loop."""
+        executions = [Execution(job, self._classes[job.job_class].policy) for job in jobs]
         with self._lock:
-            self._executions[id(execution)] = execution
-        if handled.asynchronous and self._loop is not None:
-            handler = cast(Callable[[AsyncContext, Job], Awaitable[object]], handled.handler)
-            asyncio.run_coroutine_threadsafe(self._run_async(execution, handler), self._loop)
-        else:
-            threading.Thread(
-                target=self._run_sync, args=(execution, handled.handler), name=f"fencepost-{job.job_class}", daemon=True
-            ).start()
+            self._executions.update((id(execution), execution) for execution in executions)
+        if self._loop is not None and (looped := [e for e in executions if self._handled(e).asynchronous]):
+            self._loop.call_soon_threadsafe(self._run_async, self._loop, looped)
+        for execution in executions:
+            if not (handled := self._handled(execution)).asynchronous:
+                name = f"fencepost-{execution.job.job_class}"
+                threading.Thread(
+                    target=self._run_sync, args=(execution, handled.handler), name=name, daemon=True
+                ).start()
+
+    def _handled(self, execution: Execution) -> Handled:
+        return self._classes[execution.job.job_class]
 
     def _run_sync(self, execution: Execution, handler: Callable[[Context, Job], object]) -> None:
         error: BaseException | None = None
@@ -139,31 +131,47 @@ class Run:
             error = raised
         self._end(execution, error)
 
-    async def _run_async(self, execution: Execution, handler: Callable[[AsyncContext, Job], Awaitable[object]]) -> None:
-        context = AsyncContext(execution, self._work, self._outcomes)
-        loop = asyncio.get_running_loop()
-        task = asyncio.ensure_future(handler(context, execution.job))
-        execution.on_lost(lambda: _call_soon(loop, task.cancel))
-        await asyncio.wait([task])
+    def _run_async(self, loop: asyncio.AbstractEventLoop, executions: Sequence[Execution]) -> None:
+        for execution in executions:
+            handler = cast(Callable[[AsyncContext, Job], Coroutine[Any, Any, object]], self._handled(execution).handler)
+            context = AsyncContext(execution, self._work, self._outcomes)
+            try:
+                task = loop.create_task(handler(context, execution.job))
+            except Exception as error:  # noqa: BLE001 (it takes other arguments: the outcome of the attempt)
+                self._end(execution, error)
+                continue
+            execution.on_lost(partial(_call_soon, loop, task.cancel))
+            task.add_done_callback(partial(self._ended, execution))
+
+    def _ended(self, execution: Execution, task: asyncio.Task[object]) -> None:
         self._end(execution, asyncio.CancelledError() if task.cancelled() else task.exception())
 
     def _end(self, execution: Execution, error: BaseException | None) -> None:
         """Sends the outcome to its own lane; the execution counts as running until it is written."""
-        if not execution.settle():
-            self._forget(execution)
-            return
-        sent = self._outcomes.send(lambda conn: _outcome(conn, execution, error))
+        if not execution.settle() or (execution.published and error is None):
+            self._forget([execution])
+        elif error is None:
+            self._completions.add(execution)
+        else:
+            self._write(execution, error)
 
-        def written(future: Future[None]) -> None:
-            if (failed := future.exception()) is not None:
-                log.error("the outcome of an attempt was not written: %s; its lease will end", type(failed).__name__)
-            self._forget(execution)
+    def _write(self, execution: Execution, error: BaseException | None) -> None:
+        sent = self._outcomes.send(lambda conn: outcome(conn, execution, error))
+        sent.add_done_callback(partial(self._written, [execution]))
 
-        sent.add_done_callback(written)
+    def _written(self, executions: Sequence[Execution], future: Future[Any]) -> None:
+        if (failed := future.exception()) is not None:
+            log.error(
+                "the outcome of %d attempts was not written: %s; their leases will end",
+                len(executions),
+                type(failed).__name__,
+            )
+        self._forget(executions)
 
-    def _forget(self, execution: Execution) -> None:
+    def _forget(self, executions: Sequence[Execution]) -> None:
         with self._lock:
-            self._executions.pop(id(execution), None)
+            for execution in executions:
+                self._executions.pop(id(execution), None)
         self._freed.set()
 
     def finish(self, drain: float) -> None:
@@ -189,7 +197,7 @@ class Run:
     def _release(self, executions: list[Execution]) -> None:
         # Invariant: whoever settles first writes the outcome; a handler that ends now finds it settled.
         waiting = [
-            self._outcomes.send(lambda conn, e=execution: _given_back(conn, e))  # type: ignore[misc]
+            self._outcomes.send(lambda conn, e=execution: given_back(conn, e))  # type: ignore[misc]
             for execution in executions
             if execution.settle()
         ]
@@ -220,80 +228,6 @@ class Run:
         thread.join(LOOP_SECONDS)
         if not thread.is_alive():
             loop.close()
-
-
-def _outcome(conn: Connection[Any], execution: Execution, error: BaseException | None) -> None:
-    """Writes what became of an attempt; repeated after a lost connection, so each branch must bear repetition."""
-    job = execution.job
-    f = job.fence
-    if execution.published:
-        if error is not None:
-            log.warning("%s: the handler raised after it had published: %s", job.job_class, type(error).__name__)
-        return
-    try:
-        match error:
-            case None:
-                try:
-                    complete(conn, f)
-                except EffectOpen:
-                    _failed(conn, execution, "effect_open", "")
-            case StaleFence() | LeaseLost():
-                log.warning("%s: refused as no longer current (%s)", job.job_class, error.field)
-                if not execution.lost.is_set():
-                    # Refused for another reason than this claim's own fence: the claim may still hold.
-                    _failed(conn, execution, "stale_fence", "")
-            case asyncio.CancelledError() if execution.lost.is_set():
-                return
-            case Retry():
-                delay = None if error.after is None else timedelta(seconds=error.after)
-                _failed(conn, execution, _code(error.reason, "retry"), "", delay=delay)
-            case Poison():
-                _failed(conn, execution, _code(error.reason, "poison"), "", final=True)
-            case EffectUnknown() | EffectOpen():
-                _failed(conn, execution, "effect_unknown", "")
-            case NotDispatched():
-                _failed(conn, execution, "not_dispatched", type(error).__name__)
-            case _:
-                _failed(conn, execution, "handler_raised", type(error).__name__)
-    except StaleFence as stale:
-        # The job left this attempt meanwhile: blocked by its own effect, cancelled, reaped, or done by a lost commit.
-        if not published(conn, f):
-            log.info("%s: the outcome came too late (%s)", job.job_class, stale.field)
-
-
-def _failed(
-    conn: Connection[Any],
-    execution: Execution,
-    reason: str,
-    detail: str,
-    *,
-    delay: timedelta | None = None,
-    final: bool = False,
-) -> None:
-    job = execution.job
-    became = fail(conn, job.fence, reason, detail=detail, delay=delay, final=final)
-    level = logging.WARNING if became != "queued" else logging.INFO
-    log.log(level, "%s: attempt %d failed (%s %s): %s", job.job_class, job.attempts, reason, detail, became)
-
-
-def _given_back(conn: Connection[Any], execution: Execution) -> Became | None:
-    if execution.published:
-        return None
-    try:
-        became = release(conn, execution.job.fence)
-    except StaleFence:
-        return None
-    if became == "blocked":
-        log.warning("%s: given back with an open effect, blocked until it is reconciled", execution.job.job_class)
-    return became
-
-
-def _code(reason: str, otherwise: str) -> str:
-    """A reason given by a handler, if it is a code; text could quote content."""
-    try:
-        return as_name(reason, "reason")
-    except InvalidInput:
-        return otherwise
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:

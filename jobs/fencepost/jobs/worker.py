@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, register_class
+from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.execution import Poison, Retry
 from fencepost.jobs.run import Run
@@ -46,6 +46,8 @@ POLL_SECONDS_MIN = 0.02
 POLL_SECONDS_MAX = 0.5
 STOP_SECONDS = 0.05
 CONCURRENCY_MAX = 256
+HINT_SECONDS = 0.1
+HINT_SECONDS_MAX = 60.0
 
 log = logging.getLogger("fencepost.jobs")
 
@@ -64,11 +66,41 @@ class Registered:
 
     policy: JobClassPolicy
     handler: SyncHandler | AsyncHandler
+    asynchronous: bool
+    """Whether the handler runs on the event loop."""
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the handler runs on the event loop."""
-        return inspect.iscoroutinefunction(self.handler)
+
+@dataclass(slots=True)
+class Polls:
+    """The pause before the next poll, whether the last left no capacity, and whether the operator knows that none claims."""
+
+    pause: float = POLL_SECONDS_MIN
+    full: bool = False
+    told: bool = False
+
+
+class Hint:
+    """Where the claims of one connection start to look; made anew every minute, for a clock may have been set back."""
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self.text: str | None = None
+        self._classes = classes
+        self._next: str | None = None
+        self._renewed = self._made = -HINT_SECONDS_MAX
+
+    def renew(self, conn: psycopg.Connection[Any], *, busy: bool) -> None:
+        """Moves it on, at most ten times a second while claims find work."""
+        now = time.monotonic()
+        if now - self._renewed < (HINT_SECONDS if busy else HINT_SECONDS_MAX):
+            return
+        self._renewed = now
+        if now - self._made >= HINT_SECONDS_MAX:
+            self._next = marks(conn, self._classes)
+            self._made = now
+        elif self._next is None:
+            self.text = marks(conn, self._classes, self.text)
+        elif (made := marks(conn, self._classes, self._next)) != self._next:
+            self.text, self._next = made, None
 
 
 class Worker:
@@ -117,7 +149,7 @@ class Worker:
         )
 
         def register(handler: H) -> H:
-            self._classes[name] = Registered(made, handler)
+            self._classes[name] = Registered(made, handler, inspect.iscoroutinefunction(handler))
             return handler
 
         return register
@@ -157,39 +189,44 @@ class Worker:
 
     def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float) -> None:
         answered = time.monotonic()
-        pause = POLL_SECONDS_MIN
-        told = False
+        polls = Polls()
         while not stopping.is_set():
             try:
                 with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
                     run.arm()
                     for registered in self._classes.values():
                         register_class(conn, registered.policy)
+                    hint = Hint(self.classes)
                     while not stopping.is_set():
-                        pause, told = self._turn(run, conn, pause, told)
+                        self._turn(run, conn, hint, polls)
                         answered = time.monotonic()
-                        run.wait(pause, stopping)
+                        run.wait(polls.pause, stopping, full=polls.full)
             except (psycopg.OperationalError, Unreachable) as error:
                 if time.monotonic() - answered >= patience:
                     raise
                 log.warning("the database does not answer, trying again: %s", type(error).__name__)
-                pause = min(max(pause, POLL_SECONDS_MIN) * 2, POLL_SECONDS_MAX * 4)
-                stopping.wait(pause)
+                polls.pause = min(max(polls.pause, POLL_SECONDS_MIN) * 2, POLL_SECONDS_MAX * 4)
+                stopping.wait(polls.pause)
 
-    def _turn(self, run: Run, conn: psycopg.Connection[Any], pause: float, told: bool) -> tuple[float, bool]:
-        """One poll: the pause until the next, and whether the operator has been told that nothing may be claimed."""
+    def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls) -> None:
+        """One poll, and how long to wait for the next."""
         free = run.free()
+        polls.full = free == 0
         if free == 0:
-            return POLL_SECONDS_MIN, told
+            polls.pause = POLL_SECONDS_MIN
+            return
         try:
-            jobs = claim(conn, self.owner, self.classes, free)
+            jobs = claim(conn, self.owner, self.classes, free, hint.text)
         except NotArmed as error:
-            if not told:
+            if not polls.told:
                 log.error("nothing is claimed: %s", error)
-            return POLL_SECONDS_MAX, True
-        for job in jobs:
-            run.execute(job)
-        return (POLL_SECONDS_MIN if jobs else min(pause * 1.5, POLL_SECONDS_MAX)), False
+            polls.pause, polls.told = POLL_SECONDS_MAX, True
+            return
+        if jobs:
+            run.execute(jobs)
+        hint.renew(conn, busy=bool(jobs))
+        polls.full = len(jobs) == free
+        polls.pause, polls.told = POLL_SECONDS_MIN if jobs else min(polls.pause * 1.5, POLL_SECONDS_MAX), False
 
 
 @contextmanager

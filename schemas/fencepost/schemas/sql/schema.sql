@@ -308,6 +308,8 @@ CREATE TABLE fencepost.job_class (
 );
 
 -- Invariant: generation never decreases; running exactly when attempt, owner and lease_until are all set.
+-- What changes here is in no index, so that a claim, a renewal and a completion write one row and nothing else; where to
+-- look for work is in the agenda.
 CREATE TABLE fencepost.job (
     tenant          text NOT NULL,
     operation       text NOT NULL,
@@ -342,12 +344,25 @@ CREATE TABLE fencepost.job (
     CHECK ((exec = 'running') = (lease_until IS NOT NULL)),
     CHECK ((exec = 'done') = (done_attempt IS NOT NULL)),
     CHECK (exec <> 'done' OR open_effects = 0)
-) WITH (fillfactor = 70);
-CREATE INDEX job_queued ON fencepost.job (class, priority DESC, run_at) WHERE exec = 'queued';
-CREATE INDEX job_running ON fencepost.job (class) WHERE exec = 'running';
-CREATE INDEX job_blocked ON fencepost.job (class) WHERE exec = 'blocked';
+) WITH (fillfactor = 50);
 
--- Every claim that ever was: which attempt, of which owner, in which mode.
+-- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
+-- deleted, never changed. The priority is the priority of a queued job, or 2147483647 for the lease of a running one.
+-- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
+CREATE TABLE fencepost.agenda (
+    class      text NOT NULL,
+    priority       integer NOT NULL,
+    due        timestamptz NOT NULL,
+    tenant     text NOT NULL,
+    operation  text NOT NULL,
+    generation bigint NOT NULL,
+    epoch      bigint NOT NULL
+    -- It is empty again and again: giving its pages back would lock everybody out each time.
+) WITH (vacuum_truncate = false);
+CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
+
+-- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
+-- a foreign key would cost more than the row.
 CREATE TABLE fencepost.attempt (
     tenant     text NOT NULL,
     attempt    uuid NOT NULL,
@@ -358,8 +373,7 @@ CREATE TABLE fencepost.attempt (
     epoch      bigint NOT NULL,
     mode       text NOT NULL,
     claimed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    PRIMARY KEY (tenant, attempt),
-    FOREIGN KEY (tenant, operation, class) REFERENCES fencepost.job ON DELETE RESTRICT
+    PRIMARY KEY (tenant, attempt)
 );
 
 -- Immutable candidates: what an attempt computed, for its successor to publish under its own fence.
@@ -438,7 +452,7 @@ CREATE TABLE fencepost.effect_event (
 CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, effect_key);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', 'd32eaaef8ddf54855716dd0c5f7ab3185d4d6561e23f3c39cc7b1db2c39412d6');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', 'a7efa6077ddbb9b15635157542c51e7627bc8f095db0425e0b1fbc410e25891a');
 
 -- 0005_routing.sql
 -- Routing and parking: which events each destination answers for, what a refusal does to its key, and operators' acts.
@@ -1745,6 +1759,112 @@ BEGIN
 END $$;
 
 
+-- jobs/agenda.sql
+-- Whenever a job becomes queued, or is queued anew at another time, priority or epoch, the agenda points to it; whoever
+-- made it so. So does a lease that became shorter, which only an operator or a test does by hand.
+CREATE OR REPLACE FUNCTION fencepost._agenda()
+RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+    VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
+        greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
+        NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
+    RETURN NULL;
+END $$;
+-- Locks: none where the triggers exist.
+DO $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'fencepost.job'::regclass AND tgname = 'agenda_insert') THEN
+        CREATE TRIGGER agenda_insert AFTER INSERT ON fencepost.job FOR EACH ROW
+        WHEN (NEW.exec = 'queued') EXECUTE FUNCTION fencepost._agenda();
+    END IF;
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'fencepost.job'::regclass AND tgname = 'agenda_update') THEN
+        CREATE TRIGGER agenda_update AFTER UPDATE ON fencepost.job FOR EACH ROW
+        WHEN (NEW.exec = 'queued' AND (OLD.exec <> 'queued' OR NEW.run_at <> OLD.run_at OR NEW.priority <> OLD.priority
+                                       OR NEW.epoch <> OLD.epoch OR NEW.generation <> OLD.generation)
+              OR NEW.lease_until < OLD.lease_until)
+        EXECUTE FUNCTION fencepost._agenda();
+    END IF;
+END $$;
+
+-- The priorities of a class that hold jobs: those that the marks name, from their marks on, and those between them that have
+-- come since. Walks over nothing that lies in a priority with a mark.
+CREATE OR REPLACE FUNCTION fencepost._priorities(p_class text, p_marks jsonb)
+RETURNS TABLE (priority integer, mark timestamptz) LANGUAGE plpgsql AS $$
+BEGIN
+    RETURN QUERY
+    WITH RECURSIVE known AS MATERIALIZED (
+        SELECT m.key::integer AS priority, m.value::timestamptz AS mark
+        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
+    ), gap (low, high) AS (
+        SELECT e.priority, lead(e.priority, 1, 2147483647) OVER (ORDER BY e.priority)
+        FROM (SELECT k.priority FROM known AS k UNION ALL SELECT -2147483648) AS e
+    ), found (priority, high) AS (
+        SELECT f.priority, g.high FROM gap AS g, LATERAL (
+            SELECT a.priority FROM fencepost.agenda AS a
+            WHERE a.class = p_class AND a.priority > g.low AND a.priority < g.high ORDER BY a.priority LIMIT 1) AS f
+        UNION ALL
+        SELECT f.priority, n.high FROM found AS n, LATERAL (
+            SELECT a.priority FROM fencepost.agenda AS a
+            WHERE a.class = p_class AND a.priority > n.priority AND a.priority < n.high ORDER BY a.priority LIMIT 1) AS f
+    )
+    SELECT k.priority, k.mark FROM known AS k UNION ALL SELECT f.priority, '-infinity' FROM found AS f ORDER BY 1 DESC;
+END $$;
+
+-- Up to where the agenda is used up, by class and priority, for the next claims: what is behind a mark is gone for good, and
+-- no claim needs to walk over it, whatever snapshots are held. A hint and nothing more: without it, with an old one or a
+-- wrong one a claim takes no job that it may not take. Give back what the last call returned; start anew without it now
+-- and then, which also finds what a clock that was set back may have hidden. Call it in a transaction of its own.
+-- Invariant: a mark never passes a row that is there, nor the time at which this function last noted its transaction;
+-- whoever wrote before that has ended by then, and whoever wrote after it wrote rows that were due later.
+CREATE OR REPLACE FUNCTION fencepost.marks(p_classes text[], p_marks jsonb DEFAULT NULL)
+RETURNS jsonb LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off AS $$
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_noted timestamptz := (p_marks ->> 'noted')::timestamptz;
+    v_class text;
+    v_priorities jsonb := '{}';
+BEGIN
+    IF pg_current_xact_id_if_assigned() IS NOT NULL THEN
+        RETURN p_marks;
+    ELSIF v_noted IS NOT NULL AND (v_noted > v_now OR pg_snapshot_xmin(pg_current_snapshot()) < (p_marks ->> 'xid')::xid8) THEN
+        -- A writer of that time is still at work; or the clock went back, and nothing that was noted holds.
+        RETURN CASE WHEN v_noted > v_now THEN NULL ELSE p_marks END;
+    END IF;
+    IF v_noted IS NOT NULL THEN
+        FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
+            PERFORM fencepost._forget_pointers(v_class, l.priority, l.mark, v_now) FROM fencepost._priorities(v_class, p_marks) AS l;
+            v_priorities := v_priorities || jsonb_build_object(v_class, (
+                SELECT jsonb_object_agg(l.priority, least(v_noted, f.due)) FROM (
+                    SELECT k.priority, k.mark FROM fencepost._priorities(v_class, p_marks) AS k
+                    UNION ALL
+                    SELECT 2147483647, coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')) AS l
+                LEFT JOIN LATERAL (
+                    SELECT a.due FROM fencepost.agenda AS a
+                    WHERE a.class = v_class AND a.priority = l.priority AND a.due >= l.mark ORDER BY a.due LIMIT 1) AS f ON true));
+        END LOOP;
+    END IF;
+    PERFORM set_config('synchronous_commit', 'off', true);
+    RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'priorities', v_priorities);
+END $$;
+
+-- Removes pointers of a priority that no longer fit their job (it was cancelled, or queued anew), among the first of it.
+CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
+RETURNS void LANGUAGE sql AS $$
+    -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
+    DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
+        SELECT a.ctid FROM fencepost.agenda AS a
+        LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        WHERE a.ctid = ANY (ARRAY(
+            SELECT h.ctid FROM fencepost.agenda AS h
+            WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
+          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now) IS NOT TRUE
+        FOR UPDATE OF a SKIP LOCKED))
+$$;
+
+
 -- jobs/append_only.sql
 -- History stays: these tables take inserts only, from anybody.
 CREATE OR REPLACE FUNCTION fencepost._append_only()
@@ -1754,7 +1874,8 @@ BEGIN
     RETURN NULL;
 END $$;
 
--- Invariant: a generation never decreases; a lower one would give an old fence its authority back.
+-- Invariant: a generation never decreases; a lower one would give an old fence its authority back. Looked at after the
+-- row was written: before it, every row would be locked once more.
 CREATE OR REPLACE FUNCTION fencepost._generation_guard()
 RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -1778,7 +1899,7 @@ BEGIN
     FOREACH v_table IN ARRAY ARRAY['job', 'slot'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'generation_guard') THEN
-            EXECUTE format('CREATE TRIGGER generation_guard BEFORE UPDATE ON fencepost.%I FOR EACH ROW '
+            EXECUTE format('CREATE TRIGGER generation_guard AFTER UPDATE ON fencepost.%I FOR EACH ROW '
                            'WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard()', v_table);
         END IF;
     END LOOP;
@@ -1848,24 +1969,50 @@ END $$;
 -- jobs/claim.sql
 -- Reclaims what expired leases left behind. Locked rows are skipped; what changed meanwhile is looked at again.
 -- Crash here: [J] a worker that died is found by its expired lease; an effect it left pending becomes unknown.
-CREATE OR REPLACE FUNCTION fencepost._reap(p_classes text[], p_limit integer)
+CREATE OR REPLACE FUNCTION fencepost._reap(p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS integer LANGUAGE plpgsql AS $$
 DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_class text;
+    v_keys record;
     v_key record;
     v_job fencepost.job;
     v_count integer := 0;
 BEGIN
-    FOR v_key IN
-        SELECT j.tenant, j.operation, j.class FROM fencepost.job AS j
-        WHERE j.exec = 'running' AND j.class = ANY (p_classes) AND j.lease_until <= (SELECT clock_timestamp())
-        ORDER BY j.tenant, j.operation, j.class LIMIT p_limit FOR NO KEY UPDATE SKIP LOCKED
-    LOOP
-        SELECT j.* INTO v_job FROM fencepost.job AS j
-        WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class;
-        IF v_job.exec = 'running' AND v_job.lease_until <= clock_timestamp() THEN
-            PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
-            v_count := v_count + 1;
-        END IF;
+    FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
+        -- The agenda says where to look; a lease that was renewed is looked at again at its new end.
+        WITH seen AS MATERIALIZED (
+            SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until,
+                   coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
+            FROM fencepost.agenda AS a
+            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+            WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
+              AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
+            ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
+        ), over AS (
+            DELETE FROM fencepost.agenda AS a USING seen AS s
+            WHERE a.ctid = s.at AND NOT (s.running AND s.lease_until <= v_now)
+        ), renewed AS (
+            INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+            SELECT v_class, 2147483647, greatest(s.lease_until, clock_timestamp()), s.tenant, s.operation, s.generation, s.epoch
+            FROM seen AS s WHERE s.running AND s.lease_until > v_now
+        )
+        SELECT array_agg(s.tenant) AS tenants, array_agg(s.operation) AS operations INTO v_keys
+        FROM seen AS s WHERE s.running AND s.lease_until <= v_now;
+        CONTINUE WHEN v_keys.tenants IS NULL;
+        FOR v_key IN
+            SELECT j.tenant, j.operation FROM unnest(v_keys.tenants, v_keys.operations) AS u (tenant, operation)
+            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
+            WHERE j.exec = 'running' AND j.lease_until <= v_now
+            ORDER BY j.tenant, j.operation LIMIT p_limit - v_count FOR NO KEY UPDATE OF j SKIP LOCKED
+        LOOP
+            SELECT j.* INTO v_job FROM fencepost.job AS j
+            WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_class;
+            IF v_job.exec = 'running' AND v_job.lease_until <= clock_timestamp() THEN
+                PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
+                v_count := v_count + 1;
+            END IF;
+        END LOOP;
     END LOOP;
     RETURN v_count;
 END $$;
@@ -1906,50 +2053,48 @@ BEGIN
     RETURN v_exec;
 END $$;
 
--- A cursor over the due jobs of one class, the most urgent first, which locks each job as it is fetched and skips what
--- others hold. Work under another epoch than its tenant's is passed over.
--- The index job_queued has this order: a fetch costs what it fetches, not the backlog. The settings keep it so for plans
--- that are older than the backlog.
-CREATE OR REPLACE FUNCTION fencepost._due(p_class text, p_floor bigint, p_limit integer)
-RETURNS refcursor LANGUAGE plpgsql
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off AS $$
-DECLARE
-    v_now timestamptz := clock_timestamp();
-    v_due refcursor;
+-- Locks up to so many due jobs of one class, the most urgent first, and skips what others hold, what this claim has
+-- already, and work under another epoch than its tenant's. Fetches what it takes and not the backlog. The pointers need no
+-- lock: who holds the job may use them.
+CREATE OR REPLACE FUNCTION fencepost._take(
+    p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
+RETURNS TABLE (at tid, tenant text, operation text) LANGUAGE plpgsql AS $$
 BEGIN
-    OPEN v_due NO SCROLL FOR
-        SELECT j.tenant, j.operation, j.priority, j.run_at FROM fencepost.job AS j
-        WHERE j.exec = 'queued' AND j.class = p_class AND j.run_at <= v_now AND j.open_effects = 0
-          AND j.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
-        ORDER BY j.priority DESC, j.run_at LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED;
-    RETURN v_due;
+    RETURN QUERY
+    SELECT d.at, d.tenant, d.operation FROM unnest(p_priorities, p_marks) AS l (priority, mark)
+    CROSS JOIN LATERAL (
+        SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
+        JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
+          AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
+          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
+          AND j.open_effects = 0 AND j.epoch = a.epoch
+        ORDER BY a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
+    LIMIT p_limit;
 END $$;
 
 -- Claims due work under finite leases, each with a new attempt and the next generation; an attempt counts here, so a
 -- crash counts. Work with a pending or unknown effect is never claimed.
--- Locks: gate, then what is claimed and at most one more job of each class: the classes' queues are merged by their heads.
-CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer)
+-- Several classes share one order; a class takes no more than its part of it while the others have work. `p_marks` is a
+-- hint from `marks`, or null.
+-- Locks: gate, then job rows that nobody else holds, the most urgent first; no others. Expired leases are reaped first.
+CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off AS $$
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off AS $$
 DECLARE
+    v_now timestamptz := clock_timestamp();
     v_floor bigint;
-    v_class text;
-    v_due refcursor;
-    v_job record;
-    v_best integer;
-    v_queues refcursor[] := '{}';
-    v_classes text[] := '{}';
-    -- The head of each queue; its run_at is null once the queue is empty.
+    v_class record;
+    v_took record;
+    -- What is taken.
+    v_at tid[] := '{}';
     v_tenants text[] := '{}';
     v_operations text[] := '{}';
-    v_priorities integer[] := '{}';
-    v_run_ats timestamptz[] := '{}';
-    -- What is taken.
-    v_taken_tenants text[] := '{}';
-    v_taken_operations text[] := '{}';
-    v_taken_classes text[] := '{}';
+    v_classes text[] := '{}';
+    v_share integer;
 BEGIN
     PERFORM fencepost._require_identity('owner', p_owner);
     IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
@@ -1960,40 +2105,38 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
-    PERFORM fencepost._reap(p_classes, 100);
+    PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
-    FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
-        v_due := fencepost._due(v_class, v_floor, p_limit);
-        FETCH v_due INTO v_job;
-        IF FOUND THEN
-            v_queues := array_append(v_queues, v_due);
-            v_classes := array_append(v_classes, v_class);
-            v_tenants := array_append(v_tenants, v_job.tenant);
-            v_operations := array_append(v_operations, v_job.operation);
-            v_priorities := array_append(v_priorities, v_job.priority);
-            v_run_ats := array_append(v_run_ats, v_job.run_at);
-        ELSE
-            CLOSE v_due;
-        END IF;
-    END LOOP;
-    WHILE cardinality(v_taken_tenants) < p_limit LOOP
-        SELECT h.n INTO v_best FROM unnest(v_priorities, v_run_ats) WITH ORDINALITY AS h (priority, run_at, n)
-        WHERE h.run_at IS NOT NULL ORDER BY h.priority DESC, h.run_at, h.n LIMIT 1;
-        EXIT WHEN NOT FOUND;
-        v_taken_tenants := array_append(v_taken_tenants, v_tenants[v_best]);
-        v_taken_operations := array_append(v_taken_operations, v_operations[v_best]);
-        v_taken_classes := array_append(v_taken_classes, v_classes[v_best]);
-        EXIT WHEN cardinality(v_taken_tenants) = p_limit;
-        v_due := v_queues[v_best];
-        FETCH v_due INTO v_job;
-        v_tenants[v_best] := v_job.tenant;
-        v_operations[v_best] := v_job.operation;
-        v_priorities[v_best] := v_job.priority;
-        v_run_ats[v_best] := v_job.run_at;
-    END LOOP;
-    FOREACH v_due IN ARRAY v_queues LOOP
-        CLOSE v_due;
+    v_now := clock_timestamp();
+    -- First to each class its part of the common order, then what is left to whoever has more.
+    FOR v_class IN
+        WITH one AS MATERIALIZED (SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class)),
+        priority AS MATERIALIZED (SELECT o.class, l.priority, l.mark FROM one AS o, fencepost._priorities(o.class, p_marks) AS l),
+        part AS MATERIALIZED (
+            SELECT h.class, count(*) AS share FROM (
+                SELECT l.class FROM priority AS l CROSS JOIN LATERAL (
+                    SELECT a.due FROM fencepost.agenda AS a
+                    WHERE a.class = l.class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= v_now
+                    ORDER BY a.due LIMIT p_limit) AS d
+                WHERE (SELECT count(*) FROM one) > 1
+                ORDER BY l.priority DESC, d.due LIMIT p_limit) AS h
+            GROUP BY h.class)
+        SELECT o.class, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
+               ARRAY(SELECT l.priority FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS priorities,
+               ARRAY(SELECT l.mark FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS marks
+        FROM generate_series(1, 2) AS s (step) CROSS JOIN one AS o LEFT JOIN part AS p ON p.class = o.class AND s.step = 1
+        WHERE s.step = 2 OR p.share IS NOT NULL ORDER BY s.step, o.class
+    LOOP
+        v_share := least(v_class.share, p_limit - cardinality(v_at));
+        EXIT WHEN v_share = 0;
+        SELECT array_agg(t.at) AS at, array_agg(t.tenant) AS tenants, array_agg(t.operation) AS operations,
+               array_agg(v_class.class) AS classes INTO v_took
+        FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
+        v_at := v_at || v_took.at;
+        v_tenants := v_tenants || v_took.tenants;
+        v_operations := v_operations || v_took.operations;
+        v_classes := v_classes || v_took.classes;
     END LOOP;
     RETURN QUERY
     WITH claimed AS (
@@ -2005,14 +2148,20 @@ BEGIN
             attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
             finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(v_taken_tenants, v_taken_operations, v_taken_classes) AS c (tenant, operation, class)
+        FROM unnest(v_at, v_tenants, v_operations, v_classes) AS c (at, tenant, operation, class)
         JOIN fencepost.job_class AS k ON k.class = c.class
         WHERE j.tenant = c.tenant AND j.operation = c.operation AND j.class = c.class
-          AND j.exec = 'queued' AND j.open_effects = 0 AND j.epoch = fencepost._epoch(j.tenant)
-        RETURNING j.*, k.max_attempts AS class_max_attempts, k.lease
+          AND j.exec = 'queued' AND j.open_effects = 0
+          AND j.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
+        RETURNING j.*, c.at, k.max_attempts AS class_max_attempts, k.lease
     ), recorded AS (
         INSERT INTO fencepost.attempt (tenant, attempt, operation, class, generation, owner, epoch, mode)
         SELECT d.tenant, d.attempt, d.operation, d.class, d.generation, d.owner, d.epoch, d.mode FROM claimed AS d
+    ), used AS (
+        DELETE FROM fencepost.agenda AS a USING claimed AS d WHERE a.ctid = d.at
+    ), leased AS (
+        INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+        SELECT d.class, 2147483647, d.lease_until, d.tenant, d.operation, d.generation, d.epoch FROM claimed AS d
     )
     SELECT d.tenant, d.operation, d.class, d.generation, d.attempt, d.owner, d.epoch, d.mode, d.attempts, d.class_max_attempts,
            d.args, d.source_event, (extract(epoch FROM d.lease) * 1000)::bigint
@@ -2073,6 +2222,69 @@ BEGIN
         RETURNING j.* INTO v_job;
     END IF;
     RETURN fencepost._leave(v_job, 'worker_stopped', '', interval '0');
+END $$;
+
+
+-- jobs/complete_many.sql
+-- Completes many jobs, each under its own fence, in one transaction: the jobs of those items whose fence is current are
+-- done, the others are left as they are. Returns the refused items only: which one (from 1), the SQLSTATE that `complete`
+-- would have raised for it, and the part of the fence or the field.
+-- Locks: gate, then the job rows by tenant, operation and class; they are compared in a later statement than the one that waits.
+CREATE OR REPLACE FUNCTION fencepost.complete_many(
+    p_tenants text[], p_operations text[], p_classes text[], p_generations bigint[], p_attempts uuid[], p_owners text[],
+    p_epochs bigint[])
+RETURNS TABLE (item bigint, code text, field text) LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off AS $$
+DECLARE
+    v_floor bigint;
+    v_done bigint[];
+BEGIN
+    IF cardinality(p_tenants) IS NULL OR cardinality(p_tenants) NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'not between 1 and 1000 items', 'items', 'complete them in several batches');
+    ELSIF (cardinality(p_operations), cardinality(p_classes), cardinality(p_generations), cardinality(p_attempts),
+           cardinality(p_owners), cardinality(p_epochs)) IS DISTINCT FROM
+          (cardinality(p_tenants), cardinality(p_tenants), cardinality(p_tenants), cardinality(p_tenants),
+           cardinality(p_tenants), cardinality(p_tenants)) THEN
+        PERFORM fencepost._refuse('ZF003', 'the parts of the fences are not equally many', 'items', 'give every part of every fence');
+    END IF;
+    PERFORM fencepost._enter();
+    PERFORM FROM (SELECT u.tenant, u.operation, u.class FROM unnest(p_tenants, p_operations, p_classes) AS u (tenant, operation, class)
+                  ORDER BY 1, 2, 3) AS u
+    JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
+    FOR NO KEY UPDATE OF j;
+    SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    WITH done AS (
+        UPDATE fencepost.job AS j SET exec = 'done', done_attempt = u.attempt, attempt = NULL, owner = NULL, lease_until = NULL,
+            reason = NULL, detail = '', changed_at = clock_timestamp()
+        FROM unnest(p_tenants, p_operations, p_classes, p_generations, p_attempts, p_owners, p_epochs) WITH ORDINALITY
+             AS u (tenant, operation, class, generation, attempt, owner, epoch, item)
+        WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
+          AND j.exec = 'running' AND j.generation = u.generation AND j.attempt = u.attempt AND j.owner = u.owner
+          AND j.epoch = u.epoch
+          AND u.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.tenant))
+          AND j.lease_until > clock_timestamp() AND j.open_effects = 0
+        RETURNING u.item)
+    SELECT array_agg(d.item) INTO v_done FROM done AS d;
+    IF cardinality(v_done) = cardinality(p_tenants) THEN
+        RETURN;
+    END IF;
+    RETURN QUERY
+    SELECT r.item, CASE r.part WHEN 'effect' THEN 'ZF030' ELSE 'ZF020' END, r.part FROM (
+        SELECT u.item, CASE
+            WHEN j.tenant IS NULL THEN 'operation'
+            WHEN j.exec IS DISTINCT FROM 'running' THEN 'state'
+            WHEN j.generation IS DISTINCT FROM u.generation THEN 'generation'
+            WHEN j.attempt IS DISTINCT FROM u.attempt THEN 'attempt'
+            WHEN j.owner IS DISTINCT FROM u.owner THEN 'owner'
+            WHEN j.epoch IS DISTINCT FROM u.epoch OR fencepost._epoch(u.tenant) IS DISTINCT FROM u.epoch THEN 'epoch'
+            WHEN j.lease_until <= clock_timestamp() THEN 'lease'
+            ELSE 'effect' END AS part
+        FROM unnest(p_tenants, p_operations, p_classes, p_generations, p_attempts, p_owners, p_epochs) WITH ORDINALITY
+             AS u (tenant, operation, class, generation, attempt, owner, epoch, item)
+        LEFT JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
+        WHERE u.item <> ALL (coalesce(v_done, '{}'))) AS r
+    ORDER BY r.item;
 END $$;
 
 

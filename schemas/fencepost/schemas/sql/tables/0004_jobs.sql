@@ -14,6 +14,8 @@ CREATE TABLE fencepost.job_class (
 );
 
 -- Invariant: generation never decreases; running exactly when attempt, owner and lease_until are all set.
+-- What changes here is in no index, so that a claim, a renewal and a completion write one row and nothing else; where to
+-- look for work is in the agenda.
 CREATE TABLE fencepost.job (
     tenant          text NOT NULL,
     operation       text NOT NULL,
@@ -48,12 +50,25 @@ CREATE TABLE fencepost.job (
     CHECK ((exec = 'running') = (lease_until IS NOT NULL)),
     CHECK ((exec = 'done') = (done_attempt IS NOT NULL)),
     CHECK (exec <> 'done' OR open_effects = 0)
-) WITH (fillfactor = 70);
-CREATE INDEX job_queued ON fencepost.job (class, priority DESC, run_at) WHERE exec = 'queued';
-CREATE INDEX job_running ON fencepost.job (class) WHERE exec = 'running';
-CREATE INDEX job_blocked ON fencepost.job (class) WHERE exec = 'blocked';
+) WITH (fillfactor = 50);
 
--- Every claim that ever was: which attempt, of which owner, in which mode.
+-- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
+-- deleted, never changed. The priority is the priority of a queued job, or 2147483647 for the lease of a running one.
+-- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
+CREATE TABLE fencepost.agenda (
+    class      text NOT NULL,
+    priority       integer NOT NULL,
+    due        timestamptz NOT NULL,
+    tenant     text NOT NULL,
+    operation  text NOT NULL,
+    generation bigint NOT NULL,
+    epoch      bigint NOT NULL
+    -- It is empty again and again: giving its pages back would lock everybody out each time.
+) WITH (vacuum_truncate = false);
+CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
+
+-- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
+-- a foreign key would cost more than the row.
 CREATE TABLE fencepost.attempt (
     tenant     text NOT NULL,
     attempt    uuid NOT NULL,
@@ -64,8 +79,7 @@ CREATE TABLE fencepost.attempt (
     epoch      bigint NOT NULL,
     mode       text NOT NULL,
     claimed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    PRIMARY KEY (tenant, attempt),
-    FOREIGN KEY (tenant, operation, class) REFERENCES fencepost.job ON DELETE RESTRICT
+    PRIMARY KEY (tenant, attempt)
 );
 
 -- Immutable candidates: what an attempt computed, for its successor to publish under its own fence.

@@ -6,7 +6,8 @@ BEGIN
     RETURN NULL;
 END $$;
 
--- Invariant: a generation never decreases; a lower one would give an old fence its authority back.
+-- Invariant: a generation never decreases; a lower one would give an old fence its authority back. Looked at after the
+-- row was written: before it, every row would be locked once more.
 CREATE OR REPLACE FUNCTION fencepost._generation_guard()
 RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -30,7 +31,7 @@ BEGIN
     FOREACH v_table IN ARRAY ARRAY['job', 'slot'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'generation_guard') THEN
-            EXECUTE format('CREATE TRIGGER generation_guard BEFORE UPDATE ON fencepost.%I FOR EACH ROW '
+            EXECUTE format('CREATE TRIGGER generation_guard AFTER UPDATE ON fencepost.%I FOR EACH ROW '
                            'WHEN (NEW.generation < OLD.generation) EXECUTE FUNCTION fencepost._generation_guard()', v_table);
         END IF;
     END LOOP;

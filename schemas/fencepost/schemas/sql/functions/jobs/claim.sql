@@ -1,23 +1,49 @@
 -- Reclaims what expired leases left behind. Locked rows are skipped; what changed meanwhile is looked at again.
 -- Crash here: [J] a worker that died is found by its expired lease; an effect it left pending becomes unknown.
-CREATE OR REPLACE FUNCTION fencepost._reap(p_classes text[], p_limit integer)
+CREATE OR REPLACE FUNCTION fencepost._reap(p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS integer LANGUAGE plpgsql AS $$
 DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_class text;
+    v_keys record;
     v_key record;
     v_job fencepost.job;
     v_count integer := 0;
 BEGIN
-    FOR v_key IN
-        SELECT j.tenant, j.operation, j.class FROM fencepost.job AS j
-        WHERE j.exec = 'running' AND j.class = ANY (p_classes) AND j.lease_until <= (SELECT clock_timestamp())
-        ORDER BY j.tenant, j.operation, j.class LIMIT p_limit FOR NO KEY UPDATE SKIP LOCKED
-    LOOP
-        SELECT j.* INTO v_job FROM fencepost.job AS j
-        WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class;
-        IF v_job.exec = 'running' AND v_job.lease_until <= clock_timestamp() THEN
-            PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
-            v_count := v_count + 1;
-        END IF;
+    FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
+        -- The agenda says where to look; a lease that was renewed is looked at again at its new end.
+        WITH seen AS MATERIALIZED (
+            SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until,
+                   coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
+            FROM fencepost.agenda AS a
+            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+            WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
+              AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
+            ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
+        ), over AS (
+            DELETE FROM fencepost.agenda AS a USING seen AS s
+            WHERE a.ctid = s.at AND NOT (s.running AND s.lease_until <= v_now)
+        ), renewed AS (
+            INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+            SELECT v_class, 2147483647, greatest(s.lease_until, clock_timestamp()), s.tenant, s.operation, s.generation, s.epoch
+            FROM seen AS s WHERE s.running AND s.lease_until > v_now
+        )
+        SELECT array_agg(s.tenant) AS tenants, array_agg(s.operation) AS operations INTO v_keys
+        FROM seen AS s WHERE s.running AND s.lease_until <= v_now;
+        CONTINUE WHEN v_keys.tenants IS NULL;
+        FOR v_key IN
+            SELECT j.tenant, j.operation FROM unnest(v_keys.tenants, v_keys.operations) AS u (tenant, operation)
+            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
+            WHERE j.exec = 'running' AND j.lease_until <= v_now
+            ORDER BY j.tenant, j.operation LIMIT p_limit - v_count FOR NO KEY UPDATE OF j SKIP LOCKED
+        LOOP
+            SELECT j.* INTO v_job FROM fencepost.job AS j
+            WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_class;
+            IF v_job.exec = 'running' AND v_job.lease_until <= clock_timestamp() THEN
+                PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
+                v_count := v_count + 1;
+            END IF;
+        END LOOP;
     END LOOP;
     RETURN v_count;
 END $$;
@@ -58,50 +84,48 @@ BEGIN
     RETURN v_exec;
 END $$;
 
--- A cursor over the due jobs of one class, the most urgent first, which locks each job as it is fetched and skips what
--- others hold. Work under another epoch than its tenant's is passed over.
--- The index job_queued has this order: a fetch costs what it fetches, not the backlog. The settings keep it so for plans
--- that are older than the backlog.
-CREATE OR REPLACE FUNCTION fencepost._due(p_class text, p_floor bigint, p_limit integer)
-RETURNS refcursor LANGUAGE plpgsql
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off AS $$
-DECLARE
-    v_now timestamptz := clock_timestamp();
-    v_due refcursor;
+-- Locks up to so many due jobs of one class, the most urgent first, and skips what others hold, what this claim has
+-- already, and work under another epoch than its tenant's. Fetches what it takes and not the backlog. The pointers need no
+-- lock: who holds the job may use them.
+CREATE OR REPLACE FUNCTION fencepost._take(
+    p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
+RETURNS TABLE (at tid, tenant text, operation text) LANGUAGE plpgsql AS $$
 BEGIN
-    OPEN v_due NO SCROLL FOR
-        SELECT j.tenant, j.operation, j.priority, j.run_at FROM fencepost.job AS j
-        WHERE j.exec = 'queued' AND j.class = p_class AND j.run_at <= v_now AND j.open_effects = 0
-          AND j.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
-        ORDER BY j.priority DESC, j.run_at LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED;
-    RETURN v_due;
+    RETURN QUERY
+    SELECT d.at, d.tenant, d.operation FROM unnest(p_priorities, p_marks) AS l (priority, mark)
+    CROSS JOIN LATERAL (
+        SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
+        JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
+          AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
+          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
+          AND j.open_effects = 0 AND j.epoch = a.epoch
+        ORDER BY a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
+    LIMIT p_limit;
 END $$;
 
 -- Claims due work under finite leases, each with a new attempt and the next generation; an attempt counts here, so a
 -- crash counts. Work with a pending or unknown effect is never claimed.
--- Locks: gate, then what is claimed and at most one more job of each class: the classes' queues are merged by their heads.
-CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer)
+-- Several classes share one order; a class takes no more than its part of it while the others have work. `p_marks` is a
+-- hint from `marks`, or null.
+-- Locks: gate, then job rows that nobody else holds, the most urgent first; no others. Expired leases are reaped first.
+CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off AS $$
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off AS $$
 DECLARE
+    v_now timestamptz := clock_timestamp();
     v_floor bigint;
-    v_class text;
-    v_due refcursor;
-    v_job record;
-    v_best integer;
-    v_queues refcursor[] := '{}';
-    v_classes text[] := '{}';
-    -- The head of each queue; its run_at is null once the queue is empty.
+    v_class record;
+    v_took record;
+    -- What is taken.
+    v_at tid[] := '{}';
     v_tenants text[] := '{}';
     v_operations text[] := '{}';
-    v_priorities integer[] := '{}';
-    v_run_ats timestamptz[] := '{}';
-    -- What is taken.
-    v_taken_tenants text[] := '{}';
-    v_taken_operations text[] := '{}';
-    v_taken_classes text[] := '{}';
+    v_classes text[] := '{}';
+    v_share integer;
 BEGIN
     PERFORM fencepost._require_identity('owner', p_owner);
     IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
@@ -112,40 +136,38 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
-    PERFORM fencepost._reap(p_classes, 100);
+    PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
-    FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
-        v_due := fencepost._due(v_class, v_floor, p_limit);
-        FETCH v_due INTO v_job;
-        IF FOUND THEN
-            v_queues := array_append(v_queues, v_due);
-            v_classes := array_append(v_classes, v_class);
-            v_tenants := array_append(v_tenants, v_job.tenant);
-            v_operations := array_append(v_operations, v_job.operation);
-            v_priorities := array_append(v_priorities, v_job.priority);
-            v_run_ats := array_append(v_run_ats, v_job.run_at);
-        ELSE
-            CLOSE v_due;
-        END IF;
-    END LOOP;
-    WHILE cardinality(v_taken_tenants) < p_limit LOOP
-        SELECT h.n INTO v_best FROM unnest(v_priorities, v_run_ats) WITH ORDINALITY AS h (priority, run_at, n)
-        WHERE h.run_at IS NOT NULL ORDER BY h.priority DESC, h.run_at, h.n LIMIT 1;
-        EXIT WHEN NOT FOUND;
-        v_taken_tenants := array_append(v_taken_tenants, v_tenants[v_best]);
-        v_taken_operations := array_append(v_taken_operations, v_operations[v_best]);
-        v_taken_classes := array_append(v_taken_classes, v_classes[v_best]);
-        EXIT WHEN cardinality(v_taken_tenants) = p_limit;
-        v_due := v_queues[v_best];
-        FETCH v_due INTO v_job;
-        v_tenants[v_best] := v_job.tenant;
-        v_operations[v_best] := v_job.operation;
-        v_priorities[v_best] := v_job.priority;
-        v_run_ats[v_best] := v_job.run_at;
-    END LOOP;
-    FOREACH v_due IN ARRAY v_queues LOOP
-        CLOSE v_due;
+    v_now := clock_timestamp();
+    -- First to each class its part of the common order, then what is left to whoever has more.
+    FOR v_class IN
+        WITH one AS MATERIALIZED (SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class)),
+        priority AS MATERIALIZED (SELECT o.class, l.priority, l.mark FROM one AS o, fencepost._priorities(o.class, p_marks) AS l),
+        part AS MATERIALIZED (
+            SELECT h.class, count(*) AS share FROM (
+                SELECT l.class FROM priority AS l CROSS JOIN LATERAL (
+                    SELECT a.due FROM fencepost.agenda AS a
+                    WHERE a.class = l.class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= v_now
+                    ORDER BY a.due LIMIT p_limit) AS d
+                WHERE (SELECT count(*) FROM one) > 1
+                ORDER BY l.priority DESC, d.due LIMIT p_limit) AS h
+            GROUP BY h.class)
+        SELECT o.class, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
+               ARRAY(SELECT l.priority FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS priorities,
+               ARRAY(SELECT l.mark FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS marks
+        FROM generate_series(1, 2) AS s (step) CROSS JOIN one AS o LEFT JOIN part AS p ON p.class = o.class AND s.step = 1
+        WHERE s.step = 2 OR p.share IS NOT NULL ORDER BY s.step, o.class
+    LOOP
+        v_share := least(v_class.share, p_limit - cardinality(v_at));
+        EXIT WHEN v_share = 0;
+        SELECT array_agg(t.at) AS at, array_agg(t.tenant) AS tenants, array_agg(t.operation) AS operations,
+               array_agg(v_class.class) AS classes INTO v_took
+        FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
+        v_at := v_at || v_took.at;
+        v_tenants := v_tenants || v_took.tenants;
+        v_operations := v_operations || v_took.operations;
+        v_classes := v_classes || v_took.classes;
     END LOOP;
     RETURN QUERY
     WITH claimed AS (
@@ -157,14 +179,20 @@ BEGIN
             attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
             finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(v_taken_tenants, v_taken_operations, v_taken_classes) AS c (tenant, operation, class)
+        FROM unnest(v_at, v_tenants, v_operations, v_classes) AS c (at, tenant, operation, class)
         JOIN fencepost.job_class AS k ON k.class = c.class
         WHERE j.tenant = c.tenant AND j.operation = c.operation AND j.class = c.class
-          AND j.exec = 'queued' AND j.open_effects = 0 AND j.epoch = fencepost._epoch(j.tenant)
-        RETURNING j.*, k.max_attempts AS class_max_attempts, k.lease
+          AND j.exec = 'queued' AND j.open_effects = 0
+          AND j.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
+        RETURNING j.*, c.at, k.max_attempts AS class_max_attempts, k.lease
     ), recorded AS (
         INSERT INTO fencepost.attempt (tenant, attempt, operation, class, generation, owner, epoch, mode)
         SELECT d.tenant, d.attempt, d.operation, d.class, d.generation, d.owner, d.epoch, d.mode FROM claimed AS d
+    ), used AS (
+        DELETE FROM fencepost.agenda AS a USING claimed AS d WHERE a.ctid = d.at
+    ), leased AS (
+        INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+        SELECT d.class, 2147483647, d.lease_until, d.tenant, d.operation, d.generation, d.epoch FROM claimed AS d
     )
     SELECT d.tenant, d.operation, d.class, d.generation, d.attempt, d.owner, d.epoch, d.mode, d.attempts, d.class_max_attempts,
            d.args, d.source_event, (extract(epoch FROM d.lease) * 1000)::bigint
