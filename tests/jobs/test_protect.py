@@ -10,7 +10,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import sql
 
 from fencepost.jobs.claim import claim
 from fencepost.jobs.fence import Fence, fence
