@@ -32,6 +32,7 @@ CODES = {
     "ZF010": "OperationConflict",
     "ZF020": "StaleFence",
     "ZF021": "EpochFrozen",
+    "ZF022": "NotFenced",
     "ZF030": "EffectOpen",
     "ZF031": "EffectLimit",
     "ZF032": "FinishOnly",

@@ -19,6 +19,7 @@ from fencepost.operate import (
     logs,
     migrate,
     parked,
+    protected,
     relay,
     replay,
     retention,
@@ -60,6 +61,9 @@ app.add_typer(inbox.app, name="inbox")
 app.command("replay")(replay.replay)
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
+jobs.app.command("protect")(protected.protect_)
+jobs.app.command("unprotect")(protected.unprotect_)
+jobs.app.command("protected")(protected.protected)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(parked.app, name="parked")
 app.add_typer(schemas.app, name="schemas")

@@ -33,6 +33,7 @@ __all__ = [
     "LeaseLost",
     "NotArmed",
     "NotDispatched",
+    "NotFenced",
     "NotQuiescent",
     "NotUnknown",
     "OperationConflict",
@@ -209,6 +210,13 @@ class StaleFence(Refused, FromDatabase, code="ZF020"):
 
 class EpochFrozen(Refused, FromDatabase, code="ZF021"):
     """The tenant is frozen: no new effect may begin."""
+
+
+class NotFenced(Refused, FromDatabase, code="ZF022"):
+    """A protected table was written in a transaction without the fence of the row's tenant and operation.
+
+    ``field`` is fence, tenant or operation (a row that names none), truncate, or columns.
+    """
 
 
 class EffectOpen(Unresolved, FromDatabase, code="ZF030"):

@@ -93,6 +93,11 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "cancel": ("producer", "reconciler"),
     "requeue": ("reconciler",),
     "reconcile": ("reconciler",),
+    "protect": ("authority_admin",),
+    "unprotect": ("authority_admin",),
+    "begin_protection": ("authority_admin",),
+    "end_protection": ("authority_admin",),
+    "protection": ("reconciler", "authority_admin", "reader"),
 }
 
 TABLES: dict[str, tuple[LiteralString, ...]] = {
