@@ -348,3 +348,45 @@ def test_f29_the_same_operation_with_another_meaning_changes_nothing(database18:
             submit(manual, CLASS, tenant="t", operation="op-1", args={"n": 2})
         manual.rollback()
         assert claimed(a).args == b'{"n":1}'
+
+
+def test_f34_a_receipt_on_record_is_overruled_by_no_worker(database18: Database) -> None:
+    with workers(database18) as (a, b):
+        given(a)
+        first = claimed(a).fence
+        earlier = begun(a, first)
+        assert effects.record(a, first, "e1", earlier, "failed_before_dispatch") == "failed_before_dispatch"
+        later = begun(a, first)
+        expire(a)
+        assert claim(b, "worker-a", [CLASS], 9) == []
+
+        # The receipt of an earlier begin: the later one cannot make the effect repeatable any more.
+        assert effects.record(a, first, "e1", earlier, "success", receipt="r-1") == "superseded"
+        with pytest.raises(StaleEffectAttempt):
+            effects.record(a, first, "e1", later, "failed_before_dispatch")
+        assert (show(b), effect(b, "state")) == ("blocked", "unknown")
+        age_effect(b)
+        reconcile(b, "t", "op-1", "e1", version=effect(b, "version"), **NOT_APPLIED)
+
+        # It arrives once more, while a successor would begin again.
+        second = claimed(b).fence
+        assert effects.record(a, first, "e1", later, "success", receipt="r-2") == "unknown"
+        assert (show(b), column(b, "reason"), effect(b, "state")) == ("blocked", "effect_contradicted", "unknown")
+        with pytest.raises(StaleFence):
+            again(b, second)
+
+
+def test_f35_settling_an_effect_gives_no_attempt_beyond_the_budget(database18: Database) -> None:
+    with workers(database18) as (a, b):
+        for operation, budget in (("control", 2), ("op-1", 1)):
+            given(a, operation, job_class=operation, max_attempts=budget)
+            first = claimed(a, operation, job_class=operation).fence
+            attempt = begun(a, first)
+            expire(a, operation)
+            assert claim(b, "worker-a", [operation], 9) == []
+            effects.record(a, first, "e1", attempt, "failed_before_dispatch")
+        assert show(b, "control", job_class="control") == "queued"
+        assert (show(b, job_class="op-1"), column(b, "reason")) == ("poison", "attempts_exhausted")
+        assert claim(b, "worker-a", ["op-1"], 9) == []
+        requeue(b, "t", "op-1", "op-1", **BY)
+        claimed(b, job_class="op-1")

@@ -31,7 +31,7 @@ from support.jobs import Conn, age_effect, expire
 
 SEQUENCES, STEPS = 300, 16
 FORGED = 999
-OFF: frozenset[Guard] = frozenset({Guard.SETTLE_BUDGET, Guard.CLAIM_BUDGET, Guard.RECORD_SETTLED})
+OFF: frozenset[Guard] = frozenset()
 POLICIES: tuple[on.Policy, ...] = ("strict", "strict", "resumable")
 KINDS: tuple[on.Kind, ...] = ("opaque", "opaque", "keyed")
 VERDICTS: tuple[on.Verdict, ...] = ("applied", "not_applied", "not_applied")
@@ -122,7 +122,19 @@ class Pair:
             if key is not None
         }
         shown = mode if exec_ == "running" else None
-        return (exec_, shown, generation, attempts, finishes, names.get(attempt), owner, epoch, still_open, applied, keys)
+        return (
+            exec_,
+            shown,
+            generation,
+            attempts,
+            finishes,
+            names.get(attempt),
+            owner,
+            epoch,
+            still_open,
+            applied,
+            keys,
+        )
 
     def story(self, what: str) -> str:
         return "\n".join([*self.log, what])

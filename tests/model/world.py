@@ -96,7 +96,9 @@ class World:
 
     def intern(self, state: State) -> int:
         """Versions and earlier attempts are dropped: nobody here looks at an effect before deciding."""
-        state = replace(state, effects=tuple(replace(e, version=0, earlier=()) for e in state.effects))
+        if any(e.version or e.earlier for e in state.effects):
+            plain = (replace(e, version=0, earlier=()) if e.version or e.earlier else e for e in state.effects)
+            state = replace(state, effects=tuple(plain))
         known = self._db_ids.get(state)
         if known is None:
             known = self._db_ids[state] = len(self.dbs)
@@ -118,7 +120,7 @@ class World:
             before = self.dbs[db]
             after, actions = machine.step(before, event, self.off)
             first = actions[0] if actions else None
-            to = self.intern(after)
+            to = db if after is before else self.intern(after)
             broken = of_step(before, event, after, not isinstance(first, on.Refused))
             known = self._answers[db, event] = (to, first, broken + self._of_db[to])
         return known

@@ -10,54 +10,22 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NoReturn, assert_never
 
+from fencepost.jobs import states as on
 from fencepost.jobs.states import (
+    AGAIN,
     APPLIED,
     OPEN,
     Action,
-    Alert,
-    Arm,
     Authority,
-    Begin,
-    Cancel,
-    Claim,
-    Deadline,
-    Dispatch,
     Effect,
-    Escalate,
     Event,
     Exec,
-    Fail,
-    GiveBack,
     Grant,
-    Granted,
     Guard,
     Hold,
     Job,
-    LeaseEnds,
-    LookupTimesOut,
-    Publish,
-    Quiesces,
-    Reap,
-    Receipt,
-    Reconcile,
-    Record,
-    Recover,
-    Refused,
-    Release,
-    Renew,
-    Restart,
-    Restore,
-    Retry,
-    Rotate,
-    Signal,
     State,
-    Submit,
-    Thaw,
-    Told,
-    Wait,
-    Wake,
     Witness,
-    Witnessed,
 )
 
 __all__ = ["holds", "step"]
@@ -102,12 +70,12 @@ def holds(state: State) -> tuple[Hold, ...]:
 
 
 class _Refusal(Exception):
-    def __init__(self, refused: Refused) -> None:
+    def __init__(self, refused: on.Refused) -> None:
         self.refused = refused
 
 
 def _refuse(code: str, part: str) -> NoReturn:
-    raise _Refusal(Refused(code, part))
+    raise _Refusal(on.Refused(code, part))
 
 
 def _armed(s: State, off: Off) -> None:
@@ -142,10 +110,13 @@ def _gone(job: Job, to: Exec) -> Job:
     return replace(job, exec=to, generation=job.generation + 1, attempt=None, owner=None, expired=False)
 
 
+def _put(s: State, key: int, effect: Effect) -> State:
+    return replace(s, effects=(*s.effects[:key], effect, *s.effects[key + 1 :]))
+
+
 def _effect(s: State, key: int, effect: Effect) -> State:
-    """The effect as it has become: every change is a new version."""
-    changed = replace(effect, version=effect.version + 1)
-    return replace(s, effects=(*s.effects[:key], changed, *s.effects[key + 1 :]))
+    """The effect as it has become: every change of its state is a new version."""
+    return _put(s, key, replace(effect, version=effect.version + 1))
 
 
 def _forget(s: State, key: int, off: Off = NONE) -> State:
@@ -173,7 +144,7 @@ def _leave(s: State, job: Job, off: Off) -> Step:
         if effect.state == "pending":
             s = _forget(s, key, off)
     become = "blocked" if s.open_effects else _due(s, job)
-    return replace(s, job=_gone(job, become)), (Told(become),)
+    return replace(s, job=_gone(job, become)), (on.Told(become),)
 
 
 def _settle(s: State, off: Off) -> State:
@@ -187,74 +158,72 @@ def _settle(s: State, off: Off) -> State:
 
 def _step(s: State, event: Event, off: Off) -> Step:
     match event:
-        case Submit():
+        case on.Submit():
             return _submit(s, event, off)
-        case Claim():
+        case on.Claim():
             return _claim(s, event, off)
-        case Renew(grant):
+        case on.Renew(grant):
             job = _job(s) if Guard.RENEW_FENCE in off else _fence(s, grant, off)
             return replace(s, job=replace(job, expired=False)), ()
-        case Begin():
+        case on.Begin():
             return _begin(s, event, off)
-        case Record():
+        case on.Record():
             return _record(s, event, off)
-        case Publish():
+        case on.Publish():
             return _publish(s, event, off)
-        case Fail(grant, final):
+        case on.Fail(grant, final):
             job = _fence(s, grant, off)
             if final and not s.open_effects:
-                return replace(s, job=_gone(job, "poison")), (Told("poison"),)
+                return replace(s, job=_gone(job, "poison")), (on.Told("poison"),)
             return _leave(s, job, off)
-        case GiveBack(grant):
+        case on.GiveBack(grant):
             job = _fence(s, grant, off)
             return _leave(s, job if s.open_effects else _uncharged(job), off)
-        case Wait(grant):
+        case on.Wait(grant):
             job = _fence(s, grant, off)
             if s.open_effects:
                 _refuse("ZF030", "effect")
             return replace(s, job=_uncharged(_gone(job, "waiting"))), ()
-        case Signal():
+        case on.Signal():
             heard = s.job is not None and (Guard.SIGNAL_KEPT not in off or s.job.exec == "waiting")
             return (replace(s, job=replace(s.job, signalled=True)) if s.job and heard else s), ()
-        case Cancel():
+        case on.Cancel():
             return _cancel(s, off)
-        case LeaseEnds():
+        case on.LeaseEnds():
             running = s.job is not None and s.job.exec == "running"
             return (replace(s, job=replace(s.job, expired=True)) if s.job and running else s), ()
-        case Quiesces(key):
-            effects = (*s.effects[:key], replace(s.effects[key], quiescent=True), *s.effects[key + 1 :])
-            return replace(s, effects=effects), ()
-        case Reap():
+        case on.Quiesces(key):
+            return _put(s, key, replace(s.effects[key], quiescent=True)), ()
+        case on.Reap():
             _armed(s, off)
             if s.job is None or s.job.exec != "running" or not s.job.expired:
-                return s, (Told("nothing"),)
+                return s, (on.Told("nothing"),)
             return _leave(s, s.job, off)
-        case Deadline(key):
+        case on.Deadline(key):
             _armed(s, off)
             effect, job = s.effects[key], _job(s)
             passed = effect.quiescent or Guard.DEADLINE_OWN in off
             forgotten = effect.state == "pending" and passed and job.exec != "running"
             return (_forget(s, key) if forgotten else s), ()
-        case Wake():
+        case on.Wake():
             _armed(s, off)
             if s.job is None or s.job.exec != "waiting" or not s.job.signalled:
-                return s, (Told("nothing"),)
-            return replace(s, job=replace(s.job, exec="queued", signalled=False)), (Told("queued"),)
-        case Escalate(key):
+                return s, (on.Told("nothing"),)
+            return replace(s, job=replace(s.job, exec="queued", signalled=False)), (on.Told("queued"),)
+        case on.Escalate(key):
             effect = s.effects[key]
             if effect.state != "unknown":
-                return s, (Told("nothing"),)
+                return s, (on.Told("nothing"),)
             if Guard.ESCALATE_TELLS in off:
                 return _settle(_effect(s, key, replace(effect, state="resolved_not_applied")), off), ()
-            effects = (*s.effects[:key], replace(effect, escalated=True), *s.effects[key + 1 :])
-            return replace(s, effects=effects), (Alert("effect unknown for too long"),)
-        case LookupTimesOut(key):
+            return _put(s, key, replace(effect, escalated=True)), (on.Alert("effect unknown for too long"),)
+        case on.LookupTimesOut(key):
             if Guard.EVIDENCE in off and s.effects[key].state == "unknown":
                 return _settle(_effect(s, key, replace(s.effects[key], state="resolved_not_applied")), off), ()
-            return s, (Told("inconclusive"),)
-        case Reconcile():
+            return s, (on.Told("inconclusive"),)
+        case on.Reconcile():
             return _reconcile(s, event, off)
-        case Retry():
+        case on.Retry():
             _armed(s, off)
             job = _job(s)
             if job.exec not in ("poison", "cancelled"):
@@ -262,26 +231,35 @@ def _step(s: State, event: Event, off: Off) -> Step:
             if s.open_effects and Guard.RETRY_CLOSED not in off:
                 _refuse("ZF030", "effect")
             return replace(s, job=replace(_gone(job, "queued"), attempts=0, finishes=0)), ()
-        case Rotate() | Thaw() | Release() | Recover() | Restart() | Arm() | Restore() | Witnessed():
+        case (
+            on.Rotate()
+            | on.Thaw()
+            | on.Release()
+            | on.Recover()
+            | on.Restart()
+            | on.Arm()
+            | on.Restore()
+            | on.Witnessed()
+        ):
             return _authority(s, event, off)
         case _:
             assert_never(event)
 
 
-def _submit(s: State, event: Submit, off: Off) -> Step:
+def _submit(s: State, event: on.Submit, off: Off) -> Step:
     if s.job is None:
         suspect = event.below_recovery and Guard.SUBMIT_SUSPECT not in off
-        return replace(s, job=Job(event.meaning, epoch=s.authority.epoch, suspect=suspect)), (Told("new"),)
+        return replace(s, job=Job(event.meaning, epoch=s.authority.epoch, suspect=suspect)), (on.Told("new"),)
     if s.job.meaning == event.meaning:
-        return s, (Told("same"),)
+        return s, (on.Told("same"),)
     if Guard.SUBMIT_MEANING not in off:
         _refuse("ZF010", "operation")
-    return replace(s, job=replace(s.job, meaning=event.meaning)), (Told("same"),)
+    return replace(s, job=replace(s.job, meaning=event.meaning)), (on.Told("same"),)
 
 
-def _claim(s: State, event: Claim, off: Off) -> Step:
+def _claim(s: State, event: on.Claim, off: Off) -> Step:
     _armed(s, off)
-    job, nothing = s.job, (Told("nothing"),)
+    job, nothing = s.job, (on.Told("nothing"),)
     if job is None or not (job.exec == "queued" or job.exec == "running" and job.expired):
         return s, nothing
     if (
@@ -303,14 +281,14 @@ def _claim(s: State, event: Claim, off: Off) -> Step:
         owner=event.owner,
     )
     grant = Grant(job.generation, event.attempt, event.owner, job.epoch)
-    return replace(s, job=job), (Granted(grant, job.mode),)
+    return replace(s, job=job), (on.Granted(grant, job.mode),)
 
 
-def _begin(s: State, event: Begin, off: Off) -> Step:
+def _begin(s: State, event: on.Begin, off: Off) -> Step:
     job, effect = _fence(s, event.grant, off), s.effects[event.key]
     if Guard.BEGIN_STATE not in off:
         if effect.state in APPLIED:
-            return s, (Receipt(event.key),)
+            return s, (on.Receipt(event.key),)
         if effect.state in OPEN:
             _refuse("ZF030", "effect_key")
     if job.mode == "finish" and Guard.BEGIN_MODE not in off:
@@ -333,50 +311,53 @@ def _begin(s: State, event: Begin, off: Off) -> Step:
         begins=effect.begins + 1,
         version=effect.version,
     )
-    return _effect(s, event.key, begun), (Dispatch(event.key, event.effect_attempt),)
+    return _effect(s, event.key, begun), (on.Dispatch(event.key, event.effect_attempt),)
 
 
-def _record(s: State, event: Record, off: Off) -> Step:
+def _record(s: State, event: on.Record, off: Off) -> Step:
     """Late evidence is welcome, late authority is not: no lease is asked for."""
     _armed(s, off)
     key, effect = event.key, s.effects[event.key]
     if effect.state == "none":
         _refuse("ZF033", "effect_key")
+    outcome = event.outcome
     if effect.effect_attempt != event.effect_attempt and Guard.RECORD_BOUND not in off:
-        if event.outcome == "success" and event.effect_attempt in effect.earlier:
-            effects = (*s.effects[:key], replace(effect, contradicted=True), *s.effects[key + 1 :])
-            return replace(s, effects=effects), (Told("superseded"), Alert("receipt of an earlier begin"))
-        _refuse("ZF033", "effect_attempt")
-    if event.outcome == "success":
+        if outcome != "success" or event.effect_attempt not in effect.earlier:
+            _refuse("ZF033", "effect_attempt")
+        if effect.state in AGAIN and Guard.RECORD_EARLIER not in off:
+            return _dispute(s, key, effect)
+        s = _put(s, key, replace(effect, contradicted=True))
+        return s, (on.Told("superseded"), on.Alert("receipt of an earlier begin"))
+    if outcome == "success":
         if effect.state in APPLIED:
-            return s, (Told(effect.state),)
-        if effect.state == "resolved_not_applied" and Guard.RECORD_DISPUTE not in off:
+            return s, (on.Told(effect.state),)
+        if effect.state in AGAIN and Guard.RECORD_DISPUTE not in off:
             return _dispute(s, key, effect)
         if effect.disputed:
-            return s, (Told("unknown"),)
-    elif effect.disputed and Guard.RECORD_SETTLED not in off:
+            return s, (on.Told("unknown"),)
+    elif effect.contradicted and Guard.RECORD_EVIDENCE not in off:
+        outcome = "unknown"
+    if effect.state not in OPEN or outcome == "unknown" and effect.state == "unknown":
         _refuse("ZF033", "effect_key")
-    if effect.state not in OPEN or event.outcome == "unknown" and effect.state == "unknown":
-        _refuse("ZF033", "effect_key")
-    s = _effect(s, key, replace(effect, state=event.outcome, disputed=False))
+    s = _effect(s, key, replace(effect, state=outcome, disputed=False))
     job = _job(s)
-    if event.outcome == "unknown":
+    if outcome == "unknown":
         if job.exec == "running" and job.attempt == effect.begun_by:
             s, _ = _leave(s, job, off)
     else:
         s = _settle(s, off)
-    return s, (Told(event.outcome),)
+    return s, (on.Told(outcome),)
 
 
 def _dispute(s: State, key: int, effect: Effect) -> Step:
-    """A receipt against "not applied": unknown again, and the job stops until somebody has looked."""
+    """A receipt against the belief that nothing happened: unknown again, and the job stops until somebody has looked."""
     s = _effect(s, key, replace(effect, state="unknown", disputed=True, contradicted=True))
     job = _job(s)
     stays = job.exec in ("done", "cancelled")
-    return replace(s, job=_gone(job, job.exec if stays else "blocked")), (Told("unknown"), Alert("contradicted"))
+    return replace(s, job=_gone(job, job.exec if stays else "blocked")), (on.Told("unknown"), on.Alert("contradicted"))
 
 
-def _publish(s: State, event: Publish, off: Off) -> Step:
+def _publish(s: State, event: on.Publish, off: Off) -> Step:
     job = _job(s)
     if event.checked and Guard.PUBLISH_ATOMIC in off:
         pass
@@ -395,15 +376,15 @@ def _cancel(s: State, off: Off) -> Step:
     _armed(s, off)
     job = _job(s)
     if job.exec in ("done", "cancelled"):
-        return s, (Told("too_late" if job.exec == "done" else "already_cancelled"),)
+        return s, (on.Told("too_late" if job.exec == "done" else "already_cancelled"),)
     if Guard.CANCEL_KEEPS in off:
         s = replace(s, effects=tuple(Effect(e.kind) for e in s.effects))
     if Guard.CANCEL_REVOKES in off:
-        return replace(s, job=replace(job, exec="cancelled")), (Told("cancelled"),)
-    return replace(s, job=_gone(job, "cancelled")), (Told("cancelled"),)
+        return replace(s, job=replace(job, exec="cancelled")), (on.Told("cancelled"),)
+    return replace(s, job=_gone(job, "cancelled")), (on.Told("cancelled"),)
 
 
-def _reconcile(s: State, event: Reconcile, off: Off) -> Step:
+def _reconcile(s: State, event: on.Reconcile, off: Off) -> Step:
     """An unknown effect is settled by evidence; for a suspect job also one of which the database knows nothing."""
     _armed(s, off)
     key, effect, job = event.key, s.effects[event.key], _job(s)
@@ -417,53 +398,55 @@ def _reconcile(s: State, event: Reconcile, off: Off) -> Step:
         _refuse("ZF034", "quiescent_at")
     become = "resolved_applied" if event.verdict == "applied" else "resolved_not_applied"
     s = _settle(_effect(s, key, replace(effect, state=become, disputed=False, escalated=False)), off)
-    return s, (Told(become),)
+    return s, (on.Told(become),)
 
 
 def _authority(
-    s: State, event: Rotate | Thaw | Release | Recover | Restart | Arm | Restore | Witnessed, off: Off
+    s: State,
+    event: on.Rotate | on.Thaw | on.Release | on.Recover | on.Restart | on.Arm | on.Restore | on.Witnessed,
+    off: Off,
 ) -> Step:
     a, w = s.authority, s.witness
     match event:
-        case Witnessed(reachable):
+        case on.Witnessed(reachable):
             return replace(s, witness=replace(w, reachable=reachable)), ()
-        case Restart():
+        case on.Restart():
             return replace(s, authority=replace(a, armed=False)), ()
-        case Restore(copy):
+        case on.Restore(copy):
             restored = replace(copy.authority, armed=Guard.RESTORE_DISARMS in off, tip=False)
             return replace(s, job=copy.job, effects=copy.effects, authority=restored), ()
-        case Thaw():
+        case on.Thaw():
             _armed(s, off)
             return replace(s, authority=replace(a, frozen=False)), ()
-        case Release():
+        case on.Release():
             _armed(s, off)
             job = _job(s)
             if s.open_effects and Guard.RELEASE_CLOSED not in off:
                 _refuse("ZF030", "effect")
             if job.exec not in ("held", "queued", "waiting") or job.epoch == a.epoch and job.exec != "held":
-                return s, (Told("nothing"),)
+                return s, (on.Told("nothing"),)
             become: Exec = "queued" if job.exec == "held" else job.exec
             return replace(s, job=replace(job, exec=become, epoch=a.epoch)), ()
-        case Arm() | Rotate() | Recover():
-            if isinstance(event, Rotate):
+        case on.Arm() | on.Rotate() | on.Recover():
+            if isinstance(event, on.Rotate):
                 _armed(s, off)
             elif a.armed:
-                return s, (Told("armed"),)
+                return s, (on.Told("armed"),)
             if not w.reachable:
                 _refuse("ZF002", "unreachable")
     match event:
-        case Arm():
+        case on.Arm():
             if Guard.ARM_EQUALITY not in off and not (a.tip and a.epoch == w.epoch - w.intended):
                 _refuse("ZF002", "behind")
             return _turned(s, off) if w.intended else (replace(s, authority=replace(a, armed=True)), ())
-        case Rotate(commits):
+        case on.Rotate(commits):
             first = Guard.ROTATE_WITNESS not in off
             s = replace(s, witness=replace(w, epoch=w.epoch + first, intended=not commits))
             if not commits:
                 armed = Guard.ROTATE_DISARMS in off
-                return replace(s, authority=replace(a, armed=armed)), (Told("lost"),)
+                return replace(s, authority=replace(a, armed=armed)), (on.Told("lost"),)
             return _turned(s, off)
-        case Recover():
+        case on.Recover():
             return _recover(s, off)
 
 
