@@ -80,18 +80,18 @@ def of_step(before: State, event: on.Event, after: State, accepted: bool) -> tup
 def _of_step(before: State, event: on.Event, after: State) -> Iterator[str]:
     was, now = before.job, after.job
     restored = isinstance(event, on.Restore)
-    if was is not None and was.exec == "done" and not restored:
-        if now is None or now.exec != "done" or isinstance(event, on.Publish):
-            yield "I2"
+    was_done = was is not None and was.exec == "done" and not restored
+    if was_done and (now is None or now.exec != "done" or isinstance(event, on.Publish)):
+        yield "I2"
     if isinstance(event, on.Cancel) and before.effects != after.effects:
         yield "I5"
     if isinstance(event, AUTHORITY) and before != after and before.authority.epoch < before.witness.epoch:
         yield "I8"
     if isinstance(event, on.Begin) and before != after and before.authority.frozen:
         yield "I9"
-    if not restored and not isinstance(event, on.Record | on.Reconcile):
-        if any(b.state == "unknown" != a.state for b, a in zip(before.effects, after.effects, strict=True)):
-            yield "I10"
+    left = any(b.state == "unknown" != a.state for b, a in zip(before.effects, after.effects, strict=True))
+    if left and not isinstance(event, on.Restore | on.Record | on.Reconcile):
+        yield "I10"
     if after.authority.armed and before.authority.armed:
         lower = was is not None and now is not None and now.generation < was.generation
         if lower or after.authority.epoch < before.authority.epoch:
