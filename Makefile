@@ -8,7 +8,7 @@ BENCH   ?=
 WORKERS ?= auto
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer stack-up stack-down services
+.PHONY: help demo test check model bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,6 +28,9 @@ check: $(STAMP) ## linters, both type checkers, import contracts, layout
 	pyright
 	lint-imports
 	$(PY) -m pytest tests/test_layout.py -q
+
+model: $(STAMP) ## explore the state machine of jobs: states, invariants, a counterexample for each guard removed
+	PYTHONPATH=tests $(PY) -m model
 
 fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, nothing out of order
 	$(PY) bench/fuzz_order.py

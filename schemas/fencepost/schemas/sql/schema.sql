@@ -1065,18 +1065,40 @@ BEGIN
     RETURN v_count;
 END $$;
 
--- Settles what an open effect was to its job: one less open, one more applied, and a blocked job runs again.
+-- Settles what an open effect was to its job: one less open, one more applied, and a blocked job runs again, or is poison
+-- when its budget is used up.
 CREATE OR REPLACE FUNCTION fencepost._settle(p_job fencepost.job, p_applied integer)
 RETURNS void LANGUAGE sql AS $$
     UPDATE fencepost.job AS j SET
         open_effects = j.open_effects - CASE j.exec WHEN 'done' THEN 0 ELSE 1 END,
         applied_effects = j.applied_effects + p_applied,
-        exec = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN 'queued' ELSE j.exec END,
-        run_at = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN clock_timestamp() ELSE j.run_at END,
-        reason = CASE WHEN j.exec = 'blocked' AND j.open_effects = 1 THEN 'effect_settled' ELSE j.reason END,
+        exec = CASE WHEN NOT d.unblocked THEN j.exec WHEN d.exhausted IS NULL THEN 'queued' ELSE 'poison' END,
+        run_at = CASE WHEN d.unblocked THEN clock_timestamp() ELSE j.run_at END,
+        reason = CASE WHEN d.unblocked THEN coalesce(d.exhausted, 'effect_settled') ELSE j.reason END,
         changed_at = clock_timestamp()
+    FROM (
+        SELECT p_job.exec = 'blocked' AND p_job.open_effects = 1 AS unblocked,
+               CASE WHEN c.policy = 'strict' AND p_job.applied_effects + p_applied > 0
+                    THEN CASE WHEN p_job.finishes >= c.max_finishes THEN 'finishes_exhausted' END
+                    ELSE CASE WHEN p_job.attempts >= c.max_attempts THEN 'attempts_exhausted' END END AS exhausted
+        FROM fencepost.job_class AS c WHERE c.class = p_job.class) AS d
     WHERE j.tenant = p_job.tenant AND j.operation = p_job.operation AND j.class = p_job.class
 $$;
+
+-- A receipt against the belief that nothing happened: unknown again, and the job stops until somebody has looked.
+CREATE OR REPLACE FUNCTION fencepost._dispute(p_effect fencepost.effect, p_receipt text, p_result bytea)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    UPDATE fencepost.effect AS e SET contradicted = true, state = 'unknown', reason = 'contradicted', version = e.version + 1,
+        receipt = p_receipt, result = p_result, decision_id = NULL, changed_at = clock_timestamp()
+    WHERE e.tenant = p_effect.tenant AND e.operation = p_effect.operation AND e.effect_key = p_effect.effect_key;
+    PERFORM fencepost._effect_event(p_effect.tenant, p_effect.operation, p_effect.effect_key, p_effect.state, 'contradicted');
+    UPDATE fencepost.job AS j SET open_effects = CASE WHEN j.exec = 'done' THEN 0 ELSE j.open_effects + 1 END,
+        exec = CASE WHEN j.exec IN ('done', 'cancelled') THEN j.exec ELSE 'blocked' END,
+        generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
+        reason = 'effect_contradicted', changed_at = clock_timestamp()
+    WHERE j.tenant = p_effect.tenant AND j.operation = p_effect.operation AND j.class = p_effect.class;
+END $$;
 
 -- Records what became of an effect. Needs the effect attempt, not the lease: late evidence is welcome, late authority is
 -- not. Only success (with a receipt) and failed_before_dispatch are definite; unknown takes the job away from its attempt.
@@ -1090,6 +1112,7 @@ DECLARE
     v_job fencepost.job;
     v_effect fencepost.effect;
     v_class text;
+    v_outcome text := p_outcome;
 BEGIN
     IF p_outcome IS NULL OR p_outcome NOT IN ('success', 'failed_before_dispatch', 'unknown') THEN
         PERFORM fencepost._refuse('ZF003', 'outcome is not success, failed_before_dispatch or unknown', 'outcome', NULL);
@@ -1113,10 +1136,15 @@ BEGIN
         SELECT FROM fencepost.effect_event AS v
         WHERE v.tenant = p_tenant AND v.operation = p_operation AND v.effect_key = p_effect_key
           AND v.effect_attempt = p_effect_attempt) THEN
-        -- A receipt of an earlier begin, after a later one: kept as evidence, flagged, and no state changes by it.
+        -- A receipt of an earlier begin, after a later one: kept as evidence and flagged. It stops an effect that would be
+        -- begun again; an open or applied one keeps its state.
         INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, receipt, reason, version)
         VALUES (p_tenant, p_operation, p_effect_key, p_effect_attempt, v_effect.state, v_effect.state, p_receipt,
             'late_receipt_of_earlier_attempt', v_effect.version);
+        IF v_effect.state IN ('failed_before_dispatch', 'resolved_not_applied') THEN
+            PERFORM fencepost._dispute(v_effect, p_receipt, p_result);
+            RETURN 'unknown';
+        END IF;
         UPDATE fencepost.effect AS e SET contradicted = true
         WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key AND NOT e.contradicted;
         RETURN 'superseded';
@@ -1125,39 +1153,34 @@ BEGIN
             'give the receipt to an operator: fencepost effects reconcile');
     END IF;
 
+    -- Invariant: a receipt on record is never overruled by a worker that did not send.
+    IF p_outcome = 'failed_before_dispatch' AND v_effect.contradicted THEN
+        v_outcome := 'unknown';
+    END IF;
     IF p_outcome = 'success' AND v_effect.state IN ('success', 'resolved_applied') THEN
         RETURN v_effect.state;
-    ELSIF p_outcome = 'success' AND v_effect.state = 'resolved_not_applied' THEN
-        -- The receipt contradicts the decision: kept as evidence, and the job stops until somebody has looked.
-        UPDATE fencepost.effect AS e SET contradicted = true, state = 'unknown', reason = 'contradicted', version = e.version + 1,
-            receipt = p_receipt, result = p_result, decision_id = NULL, changed_at = clock_timestamp()
-        WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
-        PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, 'contradicted');
-        UPDATE fencepost.job AS j SET open_effects = CASE WHEN j.exec = 'done' THEN 0 ELSE j.open_effects + 1 END,
-            exec = CASE WHEN j.exec IN ('queued', 'running', 'poison') THEN 'blocked' ELSE j.exec END,
-            generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
-            reason = 'effect_contradicted', changed_at = clock_timestamp()
-        WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class;
+    ELSIF p_outcome = 'success' AND v_effect.state IN ('failed_before_dispatch', 'resolved_not_applied') THEN
+        PERFORM fencepost._dispute(v_effect, p_receipt, p_result);
         RETURN 'unknown';
     ELSIF p_outcome = 'success' AND v_effect.state = 'unknown' AND v_effect.reason = 'contradicted' THEN
         RETURN 'unknown';
-    ELSIF v_effect.state NOT IN ('pending', 'unknown') OR p_outcome = 'unknown' AND v_effect.state = 'unknown' THEN
+    ELSIF v_effect.state NOT IN ('pending', 'unknown') OR v_outcome = 'unknown' AND v_effect.state = 'unknown' THEN
         PERFORM fencepost._refuse('ZF033', 'the effect is already ' || v_effect.state, 'effect_key', 'nothing is left to record');
     END IF;
 
-    UPDATE fencepost.effect AS e SET state = p_outcome, receipt = CASE p_outcome WHEN 'success' THEN p_receipt ELSE e.receipt END,
-        result = CASE p_outcome WHEN 'success' THEN p_result ELSE e.result END, reason = left(p_reason, 500),
+    UPDATE fencepost.effect AS e SET state = v_outcome, receipt = CASE v_outcome WHEN 'success' THEN p_receipt ELSE e.receipt END,
+        result = CASE v_outcome WHEN 'success' THEN p_result ELSE e.result END, reason = left(p_reason, 500),
         version = e.version + 1, changed_at = clock_timestamp()
     WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
     PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, left(p_reason, 500));
-    IF p_outcome = 'unknown' THEN
+    IF v_outcome = 'unknown' THEN
         IF v_job.exec = 'running' AND v_job.attempt = v_effect.begun_by THEN
             PERFORM fencepost._leave(v_job, 'effect_unknown', left(coalesce(p_reason, ''), 500), interval '0');
         END IF;
     ELSE
-        PERFORM fencepost._settle(v_job, CASE p_outcome WHEN 'success' THEN 1 ELSE 0 END);
+        PERFORM fencepost._settle(v_job, CASE v_outcome WHEN 'success' THEN 1 ELSE 0 END);
     END IF;
-    RETURN p_outcome;
+    RETURN v_outcome;
 END $$;
 
 

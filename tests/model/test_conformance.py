@@ -1,0 +1,345 @@
+"""PostgreSQL and the state machine are given the same events and must say and become the same.
+
+Seeded random sequences, fair and foul: superseded and forged grants, old and unknown effect attempts, old versions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from uuid import UUID, uuid4
+
+import psycopg
+
+from fencepost.jobs import effects, machine
+from fencepost.jobs import states as on
+from fencepost.jobs.cancel import cancel, requeue
+from fencepost.jobs.claim import JobClassPolicy, claim, register_class
+from fencepost.jobs.fail import fail, release
+from fencepost.jobs.fence import Fence, complete, fence
+from fencepost.jobs.reconcile import reconcile
+from fencepost.jobs.renew import renew
+from fencepost.jobs.states import Effect, Grant, Guard, Job, JobClass, State
+from fencepost.jobs.submit import submit
+from fencepost.schemas import arming
+from fencepost.schemas.errors import FencepostError
+from fencepost.schemas.identity import Attempt, Epoch, Generation, Owner, as_class
+from support.database import Database
+from support.jobs import Conn, age_effect, expire
+
+SEQUENCES, STEPS = 300, 16
+FORGED = 999
+POLICIES: tuple[on.Policy, ...] = ("strict", "strict", "resumable")
+KINDS: tuple[on.Kind, ...] = ("opaque", "opaque", "keyed")
+VERDICTS: tuple[on.Verdict, ...] = ("applied", "not_applied", "not_applied")
+OUTCOMES: tuple[on.Outcome, ...] = ("success", "failed_before_dispatch", "unknown")
+CODES = ("001", "010", "020", "021", "030", "031", "032", "033", "034", "035", "036")
+BY = {"actor": "ann", "reason": "looked"}
+
+LOOK = """SELECT j.exec, j.mode, j.generation, j.attempts, j.finishes, j.attempt, j.owner, j.epoch, j.open_effects, j.applied_effects,
+    e.effect_key, e.state, e.effect_attempt, e.begun_by, e.quiescent_at <= clock_timestamp(), e.contradicted, e.begins, e.version
+FROM fencepost.job AS j LEFT JOIN fencepost.effect AS e ON e.tenant = j.tenant WHERE j.tenant = %(tenant)s"""
+TENANT = """INSERT INTO fencepost.tenant (tenant, epoch, frozen) VALUES (%(tenant)s, %(epoch)s, %(frozen)s)
+ON CONFLICT (tenant) DO UPDATE SET epoch = %(epoch)s, frozen = %(frozen)s"""
+
+
+@dataclass
+class Pair:
+    """One job, here and in PostgreSQL."""
+
+    conn: Conn
+    database: Database
+    rng: random.Random
+    name: str  # of its tenant, operation and class
+    state: State
+    grants: list[Grant] = field(default_factory=list)
+    fences: dict[int, Fence] = field(default_factory=dict)
+    begun: list[tuple[int, int]] = field(default_factory=list)  # (key, effect attempt)
+    uuids: dict[int, UUID] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    off: frozenset[Guard] = frozenset()
+    numbers: int = 0
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def uuid(self, number: int) -> UUID:
+        return self.uuids.setdefault(number, uuid4())
+
+    def step(self, event: on.Event) -> tuple[on.Action, ...]:
+        self.state, actions = machine.step(self.state, event, self.off)
+        return actions
+
+    def both(self, event: on.Event, call: Callable[[], object]) -> None:
+        """The event in the machine, the call in PostgreSQL: the same refusal, the same answer, the same state."""
+        self.log.append(repr(event))
+        actions = self.step(event)
+        try:
+            value: object = call()
+            answer: object = on.Told(value) if isinstance(value, str) else None
+        except FencepostError as error:
+            assert isinstance(error, psycopg.DatabaseError)
+            answer = on.Refused(error.sqlstate or "", error.field or "")
+        except Exception as error:
+            raise AssertionError(self.story(f"PostgreSQL: {error!r}")) from error
+        expected = actions[0] if actions and isinstance(actions[0], on.Refused | on.Told) else None
+        self.seen.add(f"{type(event).__name__} {getattr(expected, 'code', '')}")
+        assert answer == expected, self.story(f"PostgreSQL {answer}, machine {expected}")
+        self.compare()
+
+    def compare(self) -> None:
+        here, there = self.projected(), self.read()
+        assert there == here, self.story(f"PostgreSQL {there}\nmachine    {here}")
+
+    def projected(self) -> tuple[object, ...]:
+        s = self.state
+        job = s.job
+        assert job is not None
+        mode = job.mode if job.exec == "running" else None
+        # A receipt against the decision of a job that is done opens its effect again; the job stays done and counts none.
+        still_open = 0 if job.exec == "done" else s.open_effects
+        part = (job.exec, mode, job.generation, job.attempts, job.finishes, job.attempt, job.owner, job.epoch)
+        keys = {
+            f"e{key + 1}": (e.state, e.effect_attempt, e.begun_by, e.quiescent, e.contradicted, e.begins, e.version)
+            for key, e in enumerate(s.effects)
+            if e.state != "none"
+        }
+        return (*part, still_open, s.applied_effects, keys)
+
+    def read(self) -> tuple[object, ...]:
+        names = {fence.attempt: number for number, fence in self.fences.items()} | {
+            uuid: number for number, uuid in self.uuids.items()
+        }
+        rows = self.conn.execute(LOOK, {"tenant": self.name}).fetchall()
+        exec_, mode, generation, attempts, finishes, attempt, owner, epoch, still_open, applied = rows[0][:10]
+        keys = {
+            key: (state, names.get(effect_attempt), names.get(begun_by), *rest)
+            for key, state, effect_attempt, begun_by, *rest in (row[10:] for row in rows)
+            if key is not None
+        }
+        shown = mode if exec_ == "running" else None
+        return (
+            exec_,
+            shown,
+            generation,
+            attempts,
+            finishes,
+            names.get(attempt),
+            owner,
+            epoch,
+            still_open,
+            applied,
+            keys,
+        )
+
+    def story(self, what: str) -> str:
+        return "\n".join([*self.log, what])
+
+    # What may be done next, fair or foul.
+
+    def some_grant(self) -> tuple[Grant, Fence] | None:
+        if not self.grants:
+            return None
+        kind = self.rng.random()
+        grant = self.grants[-1] if kind < 0.8 else self.rng.choice(self.grants)
+        held = self.fences[grant.attempt]
+        if kind < 0.93:
+            return grant, held
+        match self.rng.randrange(4):
+            case 0:
+                return replace(grant, owner="b"), replace(held, owner=Owner("b"))
+            case 1:
+                return replace(grant, generation=77), replace(held, generation=Generation(77))
+            case 2:
+                return replace(grant, epoch=77), replace(held, epoch=Epoch(77))
+            case _:
+                return replace(grant, attempt=FORGED), replace(held, attempt=Attempt(self.uuid(FORGED)))
+
+    def poll(self) -> None:
+        """Claim takes back what has expired first, then what it finds."""
+        number, owner = self.number(), self.rng.choice(("a", "a", "b"))
+        actions: tuple[on.Action, ...] = ()
+        for event in (
+            on.Reap(),
+            *(on.Deadline(key) for key in range(len(self.state.effects))),
+            on.Claim(number, owner),
+        ):
+            self.log.append(repr(event))
+            actions = self.step(event)
+        expected: object = (
+            actions[0] if isinstance(actions[0], on.Refused) else bool(isinstance(actions[0], on.Granted))
+        )
+        try:
+            jobs = claim(self.conn, owner, [self.name], 1)
+            answer: object = bool(jobs)
+            for job in jobs:
+                self.fences[number] = job.fence
+        except FencepostError as error:
+            assert isinstance(error, psycopg.DatabaseError)
+            answer = on.Refused(error.sqlstate or "", error.field or "")
+        self.seen.add(f"Claim {getattr(expected, 'code', expected)}")
+        assert answer == expected, self.story(f"PostgreSQL {answer}, machine {expected}")
+        if isinstance(actions[0], on.Granted):
+            self.grants.append(actions[0].grant)
+        self.compare()
+
+    def by_grant(self) -> None:
+        chosen = self.some_grant()
+        if chosen is None:
+            return
+        grant, held = chosen
+        match self.rng.choices(("renew", "begin", "publish", "fail", "final", "give back"), (2, 12, 2, 2, 1, 1))[0]:
+            case "renew":
+                self.both(on.Renew(grant), lambda: renew(self.conn, held))
+            case "begin":
+                self.begin(grant, held)
+            case "publish":
+                self.both(on.Publish(grant), lambda: self.publish(held))
+            case "fail":
+                self.both(on.Fail(grant), lambda: fail(self.conn, held, "handler_raised"))
+            case "final":
+                self.both(on.Fail(grant, final=True), lambda: fail(self.conn, held, "handler_raised", final=True))
+            case _:
+                self.both(on.GiveBack(grant), lambda: release(self.conn, held))
+
+    def begin(self, grant: Grant, held: Fence) -> None:
+        key, number = self.rng.choices(range(len(self.state.effects)), (3, 1))[0], self.number()
+        kind, name, begins = self.state.effects[key].kind, f"e{key + 1}", self.state.effects[key].begins
+        digest, attempt = effects.request_digest({"key": name}), self.uuid(number)
+        self.both(
+            on.Begin(grant, key, number),
+            lambda: effects.begin(
+                self.conn, held, name, kind=kind, effect_attempt=attempt, digest=digest, timeout=20.0
+            ),
+        )
+        if self.state.effects[key].begins > begins:
+            self.begun.append((key, number))
+
+    def publish(self, held: Fence) -> None:
+        with self.conn.transaction():
+            fence(self.conn, held)
+            complete(self.conn, held)
+
+    def record(self) -> None:
+        if not self.begun:
+            return
+        key, number = self.begun[-1] if self.rng.random() < 0.8 else self.rng.choice(self.begun)
+        if self.rng.random() < 0.05:
+            number = FORGED
+        held = next(iter(self.fences.values()))
+        outcome = self.rng.choice(OUTCOMES)
+        receipt = "r-1" if outcome == "success" else None
+        self.both(
+            on.Record(key, number, outcome),
+            lambda: effects.record(self.conn, held, f"e{key + 1}", self.uuid(number), outcome, receipt=receipt),
+        )
+
+    def decide(self) -> None:
+        key = self.rng.choices(range(len(self.state.effects)), (3, 1))[0]
+        version = self.state.effects[key].version - (self.rng.random() < 0.1)
+        verdict = self.rng.choice(VERDICTS)
+        attested = self.rng.random() < 0.3
+        self.both(
+            on.Reconcile(key, verdict, version, attested),
+            lambda: reconcile(
+                self.conn,
+                self.name,
+                self.name,
+                f"e{key + 1}",
+                version=version,
+                verdict=verdict,
+                evidence_kind="termination_attested" if attested else "provider_statement",
+                evidence_ref="provider/1",
+                receipt="r-2" if verdict == "applied" else None,
+                **BY,
+            ),
+        )
+
+    def people(self) -> None:
+        job, chance = self.state.job, self.rng.random()
+        assert job is not None
+        if chance < 0.3 or job.exec in ("poison", "cancelled"):
+            self.both(on.Retry(), lambda: requeue(self.conn, self.name, self.name, self.name, **BY))
+        elif chance < 0.7:
+            self.both(on.Cancel(), lambda: cancel(self.conn, self.name, self.name, self.name, **BY))
+        else:
+            meaning = self.rng.choice((1, 2))
+            self.both(on.Submit(meaning), lambda: self.submit(meaning))
+
+    def submit(self, meaning: int) -> str:
+        with self.conn.transaction():
+            new = submit(self.conn, self.name, tenant=self.name, operation=self.name, args={"n": meaning})
+        return "new" if new else "same"
+
+    def passing(self) -> None:
+        """What time, operators of part five and the outside do; there is nothing to refuse."""
+        job, conn, authority = self.state.job, self.conn, self.state.authority
+        assert job is not None
+        what = self.rng.choices(("lease", "calls", "freeze", "epoch", "arm"), (16, 12, 2, 1, 2))[0]
+        self.log.append(what)
+        match what:
+            case "lease":
+                if job.exec == "running" and not job.expired:
+                    expire(conn, self.name)
+                    self.step(on.LeaseEnds())
+            case "calls":
+                age_effect(conn, self.name)
+                for key in range(len(self.state.effects)):
+                    self.step(on.Quiesces(key))
+            case "arm":
+                conn.execute("DELETE FROM fencepost.ticket")
+                self.step(on.Restart())
+            case _:
+                frozen = what == "epoch" or not authority.frozen
+                authority = replace(authority, epoch=authority.epoch + (what == "epoch"), frozen=frozen)
+                witness = replace(self.state.witness, epoch=authority.epoch)
+                self.state = replace(self.state, authority=authority, witness=witness)
+                conn.execute(TENANT, {"tenant": self.name, "epoch": authority.epoch, "frozen": frozen})
+        self.compare()
+
+    def arm(self) -> None:
+        if not self.state.authority.armed:
+            arming.ensure_armed(self.database.dsn, self.database.state)
+            self.step(on.Arm())
+
+    def act(self) -> None:
+        """One event of some kind."""
+        if self.rng.random() < 0.3:
+            self.arm()
+        kinds = (self.poll, self.by_grant, self.record, self.decide, self.people, self.passing)
+        self.rng.choices(kinds, (4, 6, 4, 3, 1, 3))[0]()
+
+
+def drive(conn: Conn, database: Database, seed: int, seen: set[str], off: frozenset[Guard] = frozenset()) -> None:
+    """One sequence; AssertionError with its story where the two differ."""
+    rng = random.Random(seed)
+    job_class = JobClass(rng.choice(POLICIES), rng.choice((1, 2, 3, 9)), rng.choice((1, 2, 9)))
+    start = State(job_class, Job(), (Effect(rng.choice(KINDS)), Effect(rng.choice(KINDS))))
+    pair = Pair(conn, database, rng, f"s{seed}", start, log=[f"seed {seed}, {job_class}"], seen=seen, off=off)
+    policy = JobClassPolicy(
+        name=as_class(pair.name),
+        policy=job_class.policy,
+        max_attempts=job_class.max_attempts,
+        max_finishes=job_class.max_finishes,
+        backoff_base=0.0,
+        backoff_max=0.0,
+    )
+    register_class(conn, policy)
+    assert pair.submit(1) == "new"
+    try:
+        for _ in range(STEPS):
+            pair.act()
+    finally:
+        pair.arm()
+
+
+def test_postgresql_and_the_machine_say_and_become_the_same(database18: Database) -> None:
+    seen: set[str] = set()
+    with database18.connect(autocommit=True) as conn:
+        for seed in range(SEQUENCES):
+            drive(conn, database18, seed, seen)
+    # The sequences reach what they are there for: every refusal that this machine knows.
+    assert {f"ZF{code}" for code in CODES} <= {kind.partition(" ")[2] for kind in seen}, sorted(seen)
