@@ -32,7 +32,7 @@ class Provider:
                 timeout=dispatch.seconds_left(),
             )
         except httpx.ConnectError:
-            raise Unreachable("the provider refused the connection", address=self.url, field="provider") from None
+            raise NotDispatched("the provider refused the connection", field="provider") from None
         if answer.is_client_error:
             raise NotDispatched("the provider refused the request", field="provider", hint="nothing was accepted")
         answer.raise_for_status()

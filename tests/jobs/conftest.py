@@ -12,6 +12,7 @@ TABLES = (
     "staged",
     "publication",
     "effect_event",
+    "lookup",
     "effect",
     "attempt",
     "agenda",

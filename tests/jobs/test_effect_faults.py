@@ -4,6 +4,8 @@ import asyncio
 import logging
 import socket
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, cast
 
 import psycopg
@@ -11,14 +13,14 @@ import psycopg.sql
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from fencepost.jobs import effects
+from fencepost.jobs import context, effects
 from fencepost.jobs.cancel import cancel
 from fencepost.jobs.claim import Job
 from fencepost.jobs.context import AsyncContext, Context
-from fencepost.jobs.effects import Dispatch, Success
+from fencepost.jobs.effects import Dispatch, NotSent, Success, Unclear
 from fencepost.jobs.reconcile import reconcile
 from fencepost.jobs.worker import Backoff, Worker
-from fencepost.schemas.errors import EffectUnknown, InvalidInput, NotDispatched
+from fencepost.schemas.errors import EffectUnknown, InvalidInput, NotDispatched, Unreachable
 from support.database import Database
 from support.jobs import CLASS, Conn, age_effect, column, effect, expire, given, results, save, show
 from support.processes import Child, wait_for
@@ -114,7 +116,7 @@ def test_only_what_was_certainly_not_sent_is_sent_again(database18: Database, as
             becomes(conn, "done")
         assert provider.accepted == [key("op-1")]
         outcomes = conn.execute("SELECT DISTINCT became, reason FROM fencepost.effect_event WHERE reason IS NOT NULL")
-        assert outcomes.fetchall() == [("failed_before_dispatch", "connection_refused")]
+        assert outcomes.fetchall() == [("failed_before_dispatch", "not_dispatched")]
 
 
 def test_an_error_in_reading_the_answer_is_unknown_and_a_declared_one_is_definite(database18: Database) -> None:
@@ -130,10 +132,31 @@ def test_an_error_in_reading_the_answer_is_unknown_and_a_declared_one_is_definit
     def odd(request: Any, dispatch: Dispatch) -> Success:
         return cast(Success, "fine")
 
+    def refused_elsewhere(request: Any, dispatch: Dispatch) -> Success:
+        raise ConnectionRefusedError("the cache")
+
+    def database_gone(request: Any, dispatch: Dispatch) -> Success:
+        raise Unreachable("the database does not answer", address="127.0.0.1")
+
+    def coded(request: Any, dispatch: Dispatch) -> Success:
+        raise Unclear("http_409")
+
+    def not_sent_with_a_code(request: Any, dispatch: Dispatch) -> Success:
+        raise NotSent("name_not_resolved")
+
     def unkeepable(request: Any, dispatch: Dispatch) -> Success:
         return Success("r-1", object())
 
-    calls = {"misread": misread, "not_sent": not_sent, "odd": odd, "unkeepable": unkeepable}
+    calls = {
+        "misread": misread,
+        "not_sent": not_sent,
+        "odd": odd,
+        "unkeepable": unkeepable,
+        "refused_elsewhere": refused_elsewhere,
+        "database_gone": database_gone,
+        "coded": coded,
+        "not_sent_with_a_code": not_sent_with_a_code,
+    }
 
     @worker.job(CLASS, max_attempts=1, **QUICK)
     def handler(ctx: Context, job: Job) -> None:
@@ -144,16 +167,21 @@ def test_an_error_in_reading_the_answer_is_unknown_and_a_declared_one_is_definit
             raise
 
     with database18.connect(autocommit=True) as conn, running(worker, database18, concurrency=1):
-        for operation, state, outcome, kind in (
-            ("misread", "blocked", "unknown", EffectUnknown),
-            ("odd", "blocked", "unknown", EffectUnknown),
-            ("not_sent", "poison", "failed_before_dispatch", NotDispatched),
-            ("unkeepable", "queued", "success", InvalidInput),
+        for operation, state, outcome, reason, kind in (
+            ("misread", "blocked", "unknown", "raised", EffectUnknown),
+            ("odd", "blocked", "unknown", "not_a_receipt", EffectUnknown),
+            ("not_sent", "poison", "failed_before_dispatch", "not_dispatched", NotDispatched),
+            ("not_sent_with_a_code", "poison", "failed_before_dispatch", "name_not_resolved", NotSent),
+            ("refused_elsewhere", "blocked", "unknown", "raised", EffectUnknown),
+            ("database_gone", "blocked", "unknown", "raised", EffectUnknown),
+            ("coded", "blocked", "unknown", "http_409", EffectUnknown),
+            ("unkeepable", "queued", "success", None, InvalidInput),
         ):
             given(conn, operation, max_attempts=1, backoff_base=60.0, backoff_max=60.0)
             wait_for(lambda: bool(raised), 10, operation)
             becomes(conn, state, operation)
-            assert effect(conn, "state", operation) == outcome and type(raised.pop()) is kind
+            assert (effect(conn, "state", operation), effect(conn, "reason", operation)) == (outcome, reason)
+            assert type(raised.pop()) is kind
 
 
 def test_a_call_is_abandoned_at_its_deadline_and_its_late_receipt_counts(
@@ -162,16 +190,18 @@ def test_a_call_is_abandoned_at_its_deadline_and_its_late_receipt_counts(
     worker = Worker()
     answer = threading.Event()
     left: list[float] = []
+    results_of: list[object] = []
 
     def slow(request: Any, dispatch: Dispatch) -> Success:
         left.append(dispatch.seconds_left())
         answer.wait(20)
         left.append(dispatch.seconds_left())
-        return Success("r-late")
+        return Success("r-late", {"n": 1})
 
     @worker.job(CLASS, **QUICK)
     def handler(ctx: Context, job: Job) -> None:
         done = ctx.effect("e1", slow, {}, timeout=0.4)
+        results_of.append(done.result)
         ctx.publish(lambda tx: save(tx, by=done.receipt))
 
     with database18.connect(autocommit=True) as conn:
@@ -181,8 +211,40 @@ def test_a_call_is_abandoned_at_its_deadline_and_its_late_receipt_counts(
             assert effect(conn, "state") == "unknown" and effect(conn, "reason") == "timeout"
             answer.set()
             becomes(conn, "done")
-        assert results(conn) == ["r-late"] and 0 < left[0] <= 0.4 and left[1] == 0
+        assert results(conn) == ["r-late"] and 0 < left[0] <= 0.4 and left[1] == 0 and results_of == [{"n": 1}]
         assert effect(conn, "begins") == 1 and "late evidence" in caplog.text
+
+
+def test_an_answer_that_comes_at_the_very_deadline_counts(
+    database18: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Future[Any]):
+        """Says that time is over at the moment at which it has the answer."""
+
+        def result(self, timeout: float | None = None) -> Any:
+            value = super().result(10)
+            if timeout is not None:
+                raise TimeoutError
+            return value
+
+    def abandonable(call: Callable[[], Success]) -> Late:
+        late = Late()
+        late.set_result(call())
+        return late
+
+    monkeypatch.setattr(context, "abandonable", abandonable)
+    worker = Worker()
+
+    @worker.job(CLASS, **QUICK)
+    def handler(ctx: Context, job: Job) -> None:
+        done = ctx.effect("e1", lambda request, dispatch: Success("r-1"), {})
+        ctx.publish(lambda tx: save(tx, by=done.receipt))
+
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        with running(worker, database18):
+            becomes(conn, "done")
+        assert effect(conn, "state") == "success" and results(conn) == ["r-1"]
 
 
 def test_a_cancelled_handler_leaves_its_effect_unknown_and_a_cancelled_begin_definite(database18: Database) -> None:

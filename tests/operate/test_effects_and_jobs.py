@@ -7,9 +7,10 @@ from uuid import uuid4
 
 import pytest
 
-from fencepost.jobs import effects
+from fencepost.jobs import effects, lookup
 from fencepost.jobs.claim import Job, JobClassPolicy, claim, register_class
 from fencepost.jobs.effects import Begun
+from fencepost.jobs.escalation import escalate
 from fencepost.jobs.submit import submit
 from fencepost.schemas.identity import JobClass
 from support.command_line import Fencepost
@@ -54,6 +55,93 @@ def work(database: Database) -> Work:
 
 APPLIED = ("--verdict", "applied", "--receipt", "rcpt-1")
 EVIDENCE = ("--evidence-kind", "receipt_lookup", "--evidence-ref", "https://provider.example/rcpt-1")
+
+
+LIST = ("effects", "list", "--json")
+
+
+def test_open_effects_are_found_by_whose_how_old_and_how_urgent_they_are(work: Work, fencepost: Fencepost) -> None:
+    def found(*more: str) -> int:
+        return len(json.loads(fencepost(work.database, *LIST, *more).out))
+
+    with work.database.connect(autocommit=True) as conn:
+        conn.execute("UPDATE fencepost.effect SET unknown_since = unknown_since - interval '3 hours'")
+        assert escalate(conn) == 1
+    for mine, others in (
+        (("--class", CLASS), ("--class", "report.other")),
+        (("--assignee", "operator"), ("--assignee", "eve")),
+        (("--severity", "high"), ("--severity", "critical")),
+        (("--older-than", "2h"), ("--older-than", "4h")),
+        (("--state", "unknown"), ("--state", "pending")),
+        (("--tenant", "acme"), ("--tenant", "other")),
+    ):
+        assert (found(*mine), found(*others)) == (1, 0), mine
+    assert fencepost(work.database, *LIST, "--older-than", "soon").code != 0
+    shown = fencepost(work.database, "effects", "list").out
+    assert "high" in shown and "operator" in shown and "3 h" in shown and CONTENT not in shown
+
+
+def test_an_effect_is_assigned_once_for_a_decision_and_a_dry_run_changes_nothing(
+    work: Work, fencepost: Fencepost
+) -> None:
+    decision = str(uuid4())
+    give = ["effects", "assign", *WHICH, "--effect", "send", "--version", "2", "--assignee", "bob", "--reason", "shift"]
+    named = [*give, "--decision-id", decision, "--actor", "ann"]
+
+    tried = fencepost(work.database, *named, "--dry-run")
+    assert (tried.code, tried.out.startswith("dry run, nothing was changed: ")) == (0, True)
+    assert json.loads(fencepost(work.database, *LIST).out)[0]["assignee"] == "operator"
+    for _ in range(2):
+        done = fencepost(work.database, *named, "--severity", "critical", "--json")
+        assert done.code == 0
+        assert json.loads(done.out) == {
+            "tenant": "acme",
+            "operation": "op",
+            "effect": "send",
+            "assignee": "bob",
+            "decision_id": decision,
+            "dry_run": False,
+        }
+    refused = fencepost(work.database, *named)
+    assert refused.code == 1 and "[decision_id]" in refused.line
+    assert "[version]" in fencepost(work.database, *give, "--version", "1").line
+    (row,) = json.loads(fencepost(work.database, *LIST).out)
+    assert (row["assignee"], row["severity"], row["state"], row["version"]) == ("bob", "critical", "unknown", 2)
+    shown = json.loads(fencepost(work.database, "effects", "show", *WHICH, "--effect", "send", "--json").out)
+    assert [(d["kind"], d["verdict"], d["actor"], d["reason"]) for d in shown["decisions"]] == [
+        ("assign", "bob, critical", "ann", "shift")
+    ]
+    assert [(h["reason"], h["assignee"], h["became"]) for h in shown["history"]][-1] == ("assigned", "bob", "unknown")
+
+
+def test_a_reconciliation_can_be_tried_and_repeated_under_its_id(work: Work, fencepost: Fencepost) -> None:
+    settle = work.reconcile(*APPLIED, *EVIDENCE, "--actor", "ann", "--decision-id", str(uuid4()))
+
+    tried = fencepost(work.database, *settle, "--dry-run")
+    assert tried.out == "dry run, nothing was changed: effect send of operation op is resolved_applied\n"
+    assert len(json.loads(fencepost(work.database, *LIST).out)) == 1
+    refused = fencepost(work.database, *work.reconcile(*APPLIED, *EVIDENCE, "--dry-run", version=1))
+    assert refused.code == 1 and "[version]" in refused.line
+    for _ in range(2):
+        assert fencepost(work.database, *settle).out == "effect send of operation op is resolved_applied\n"
+    another = fencepost(work.database, *settle, "--reason", "another")
+    assert another.code == 1 and "[decision_id]" in another.line
+
+    shown = fencepost(work.database, "effects", "show", *WHICH, "--effect", "send")
+    assert effects.idempotency_key("acme", "op", "send") in shown.out and CONTENT not in shown.out
+    with work.database.connect(autocommit=True) as conn:
+        assert conn.execute("SELECT count(*) FROM fencepost.decision").fetchone() == (1,)
+
+
+def test_what_was_asked_about_an_effect_is_shown_with_it(work: Work, fencepost: Fencepost) -> None:
+    show = ("effects", "show", *WHICH, "--effect", "send")
+    assert json.loads(fencepost(work.database, *show, "--json").out)["look_up"] is None
+    with work.database.connect(autocommit=True) as conn:
+        (taken,) = lookup.take(conn, [CLASS], uuid4(), limit=1, lease=30.0, patience=5.0)
+        lookup.defer(conn, taken, "provider_down", 60.0)
+    look_up = json.loads(fencepost(work.database, *show, "--json").out)["look_up"]
+    assert (look_up["asks"], look_up["answer"]) == (1, "provider_down")
+    assert "provider_down" in fencepost(work.database, *show).out
 
 
 def test_unknown_effect_is_listed_and_shown_with_the_command_that_settles_it(work: Work, fencepost: Fencepost) -> None:

@@ -14,10 +14,25 @@ from typing import Any, Literal, Self
 from urllib.parse import quote
 
 from fencepost.jobs.effects import Dispatch, Success
+from fencepost.schemas.errors import NotDispatched
 
-Mode = Literal["answer", "drop-after-accept", "refuse-before-read", "error500", "hang", "garbage"]
+Mode = Literal[
+    "answer",
+    "drop-after-accept",
+    "refuse-before-read",
+    "error500",
+    "hang",
+    "garbage",
+    "already-used",
+    "too-many",
+    "redirect",
+    "truncated",
+    "drip",
+    "huge",
+]
 LOOPBACK = "127.0.0.1"
 HANG_SECONDS = 20.0
+DRIP_SECONDS = 0.02
 
 
 class Provider:
@@ -59,6 +74,17 @@ class Provider:
         self._server.server_close()
 
     @property
+    def url(self) -> str:
+        """Where effects are posted."""
+        return f"http://{LOOPBACK}:{self.port}/effects"
+
+    @property
+    def bodies(self) -> list[bytes]:
+        """What was accepted, in the order of acceptance."""
+        with self._lock:
+            return [body for _, body in self._accepted]
+
+    @property
     def accepted(self) -> list[str]:
         """The idempotency keys in the order of acceptance; one that is there twice was done twice."""
         with self._lock:
@@ -91,12 +117,39 @@ class Provider:
                 _send(handler, 200, json.dumps({"receipt": f"receipt-{key}"}).encode())
             case "garbage":
                 _send(handler, 200, b"<html>")
+            case "already-used":
+                _send(handler, 409, b'{"error": "key already used"}')
+            case "too-many":
+                _send(handler, 429, b"{}")
+            case "redirect":
+                _send(handler, 307, b"", Location="/effects")
+            case "truncated":
+                _send(handler, 200, b'{"receipt": "rec', declared=100)
+            case "drip":
+                self._drip(handler)
+            case "huge":
+                _send(handler, 200, json.dumps({"receipt": "r", "more": "x" * 100_000}).encode())
+
+    def _drip(self, handler: BaseHTTPRequestHandler) -> None:
+        """Never silent, never done."""
+        _send(handler, 200, b"{", declared=1_000_000)
+        for _ in range(int(HANG_SECONDS / DRIP_SECONDS)):
+            if self.released.wait(DRIP_SECONDS):
+                return
+            try:
+                handler.wfile.write(b" ")
+            except OSError:
+                return
 
 
-def _send(handler: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
+def _send(
+    handler: BaseHTTPRequestHandler, status: int, body: bytes, *, declared: int | None = None, **headers: str
+) -> None:
     try:
         handler.send_response(status)
-        handler.send_header("Content-Length", str(len(body)))
+        handler.send_header("Content-Length", str(len(body) if declared is None else declared))
+        for name, value in headers.items():
+            handler.send_header(name, value)
         handler.end_headers()
         handler.wfile.write(body)
     except OSError:
@@ -117,6 +170,10 @@ class Client:
     def call(self, request: Any, dispatch: Dispatch) -> Success:
         """One POST within the time that is left; a Success only for a receipt that could be read."""
         conn = http.client.HTTPConnection(LOOPBACK, self.port, timeout=max(dispatch.seconds_left(), 0.01))
+        try:
+            conn.connect()
+        except ConnectionRefusedError:
+            raise NotDispatched("the provider refused the connection") from None
         try:
             headers = {"Idempotency-Key": dispatch.idempotency_key}
             conn.request("POST", "/effects", json.dumps(request), headers)

@@ -2,12 +2,15 @@
 
     what was seen                                             recorded                  the handler gets
     a returned Success                                        success                   it
-    NotDispatched or ConnectionRefusedError raised            failed_before_dispatch    NotDispatched
+    NotDispatched raised by the call itself                   failed_before_dispatch    NotDispatched
     deadline passed or lease lost before the dispatch         failed_before_dispatch    NotDispatched
     any other exception, deadline, cancellation, odd answer   unknown                   EffectUnknown
     the begin's commit lost: read back as not begun           -                         Unreachable (NotDispatched)
     the begin's commit lost: cannot be read back              stays pending             EffectUnknown
     the outcome cannot be written within its budget           stays pending             EffectUnknown
+
+Not even a refused connection is definite by itself: it may be the second one of a client that tries again, or one to
+somebody else. Unreachable is fencepost's own word about a database, not the call's about its provider.
 
 Crash here: [E] between the committed begin and the committed outcome the effect stays pending; the lease's end or the
 deadline makes it unknown, and nobody dispatches it again without evidence.
@@ -23,14 +26,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from uuid import uuid4
 
 import psycopg
 from psycopg import Connection
 
 from fencepost.jobs import effects
-from fencepost.jobs.effects import Begun, Dispatch, Kind, Outcome, Recorded, State, Success
+from fencepost.jobs.effects import Begun, Dispatch, Kind, NotSent, Outcome, Recorded, State, Success, Unclear
 from fencepost.jobs.execution import Execution
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.stage import dump
@@ -93,7 +96,7 @@ class Conduct:
             if began.lease is not None:
                 self._execution.extend(started + began.lease)
             key = effects.idempotency_key(self._fence.tenant, self._fence.operation, effect_key)
-            return Opened(effect_key, began.version, Dispatch(attempt, key, started + began.timeout))
+            return Opened(effect_key, began.version, Dispatch(attempt, key, started + began.timeout, kind))
 
         return self._work.send(work)
 
@@ -136,11 +139,7 @@ class Conduct:
         """What the call returned is recorded; only a Success is one."""
         if not isinstance(value, Success):
             return self._lost(began, "not_a_receipt", type(value).__name__)
-        bad: InvalidInput | None = None
-        try:
-            dump(value.result, "result")
-        except InvalidInput as error:
-            bad = error
+        bad = _unkeepable(value)
         kept = None if bad is not None else value.result
 
         def then(recorded: Future[State]) -> Success:
@@ -156,18 +155,16 @@ class Conduct:
 
     def raised(self, began: Opened, error: BaseException, why: str) -> Future[Success]:
         """What the call raised is recorded: as definite only where certainly nothing left this process."""
-        if not isinstance(error, NotDispatched | ConnectionRefusedError):
-            return self._lost(began, why, type(error).__name__)
+        if not definite(error):
+            return self._lost(began, error.reason if isinstance(error, Unclear) else why, type(error).__name__)
         if why in ("raised", "timeout", "cancelled"):
-            why = "not_dispatched" if isinstance(error, NotDispatched) else "connection_refused"
+            why = error.reason if isinstance(error, NotSent) else "not_dispatched"
 
         def then(recorded: Future[State]) -> Success:
             if self._state(recorded) != "failed_before_dispatch":
                 self._tell(began.effect_key, began.version + 1, "not_recorded", None)
                 raise self._unknown(began.effect_key, "its failure could not be recorded") from error
-            if isinstance(error, NotDispatched):
-                raise error
-            raise NotDispatched("the provider refused the connection", hint="nothing was sent") from error
+            raise error
 
         return chained(self._record(began, "failed_before_dispatch", reason=why), then)
 
@@ -176,10 +173,11 @@ class Conduct:
 
         def arrived(answer: Future[Any]) -> None:
             error = answer.exception()
-            if isinstance(error, NotDispatched | ConnectionRefusedError):
+            if definite(error):
                 sent = self._record(began, "failed_before_dispatch", reason="late_failure")
             elif error is None and isinstance(value := answer.result(), Success):
-                sent = self._record(began, "success", receipt=value.receipt, reason="late_receipt")
+                result = None if _unkeepable(value) else value.result
+                sent = self._record(began, "success", receipt=value.receipt, result=result, reason="late_receipt")
             else:
                 return
             sent.add_done_callback(
@@ -256,6 +254,20 @@ class Conduct:
         log.warning(
             "effect unknown (%s): %s", why, effects.reconcile_command(self._fence, effect_key, version, receipt)
         )
+
+
+def definite(error: BaseException | None) -> TypeGuard[NotDispatched]:
+    """Whether the call itself said that nothing left this process."""
+    return isinstance(error, NotDispatched) and not isinstance(error, Unreachable)
+
+
+def _unkeepable(value: Success) -> InvalidInput | None:
+    """Why its result cannot be stored, if so; the receipt counts all the same."""
+    try:
+        dump(value.result, "result")
+    except InvalidInput as error:
+        return error
+    return None
 
 
 def chained(source: Future[A], then: Callable[[Future[A]], T]) -> Future[T]:

@@ -15,7 +15,7 @@ from psycopg import Connection
 
 from fencepost.jobs import stage as staging
 from fencepost.jobs.conduct import Conduct, Opened
-from fencepost.jobs.effects import Dispatch, Kind, Recorded, Success
+from fencepost.jobs.effects import Dispatch, Kind, NotSent, Recorded, Success
 from fencepost.jobs.execution import Execution
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.publish import FencedTransaction, publish
@@ -95,9 +95,9 @@ class Context(Held):
         """Dispatches ``call(request, dispatch)`` at most once, recorded before; returns its Success, or the stored one.
 
         ``timeout`` in seconds, from before the record, default and maximum: the class's ``max_effect_timeout``. The
-        call runs in a helper thread and is abandoned at the deadline. Only a returned Success, a raised NotDispatched
-        and ConnectionRefusedError are definite; anything else leaves the effect unknown and the job blocked until it
-        is reconciled: EffectUnknown. A definite failure raises NotDispatched, and may be tried again. Also raises
+        call runs in a helper thread and is abandoned at the deadline. Only a returned Success and a NotDispatched that
+        the call raises are definite; anything else, a refused connection too, leaves the effect unknown and the job blocked
+        until it is reconciled: EffectUnknown. A definite failure raises NotDispatched, and may be tried again. Also raises
         StaleFence, EffectOpen, OperationConflict (same key, other request), EffectLimit, FinishOnly, and WrongTransaction
         inside a publication's callback.
         """
@@ -110,18 +110,20 @@ class Context(Held):
             return Success(began.receipt, began.result)
         if (refusal := self._conduct.refusal(began)) is not None:
             return refusal.result()
-        answer = abandonable(lambda: call(request, began.dispatch))
-        return self._conclude(began, answer)
+        return self._conclude(began, abandonable(lambda: in_time(call, request, began.dispatch)))
 
     def _conclude(self, began: Opened, answer: Future[Any]) -> Success:
         try:
-            value = answer.result(timeout=began.dispatch.seconds_left())
+            answer.result(timeout=began.dispatch.seconds_left())
         except BaseException as error:  # noqa: BLE001 (whatever it is, it is an outcome)
-            if isinstance(error, NotInTime) and not answer.done():
+            # Invariant: an answer that arrives at this very moment is not lost: it is taken below, or followed.
+            if not answer.done():
                 self._conduct.follow(began, answer)
-                return self._conduct.raised(began, error, "timeout").result()
-            return self._conduct.raised(began, error, "raised").result()
-        return self._conduct.returned(began, value).result()
+                why = "timeout" if isinstance(error, NotInTime) else "raised"
+                return self._conduct.raised(began, error, why).result()
+        if (raised := answer.exception()) is not None:
+            return self._conduct.raised(began, raised, "raised").result()
+        return self._conduct.returned(began, answer.result()).result()
 
     def publish(self, callback: Callable[[FencedTransaction], T]) -> T:
         """Commits what ``callback(tx)`` writes and completes the job, behind the fence; returns what it returned.
@@ -185,7 +187,7 @@ class AsyncContext(Held):
         async with asyncio.timeout(began.dispatch.seconds_left()):
             if inspect.iscoroutinefunction(call):
                 return await call(request, began.dispatch)
-            answer = abandonable(lambda: call(request, began.dispatch))
+            answer = abandonable(lambda: in_time(call, request, began.dispatch))
             try:
                 value = await asyncio.shield(asyncio.wrap_future(answer))
             except asyncio.CancelledError:
@@ -231,6 +233,13 @@ async def settled(work: Future[Any]) -> None:
     """Waits for an outcome to be written, whatever it says."""
     with contextlib.suppress(Exception):
         await asyncio.wrap_future(work)
+
+
+def in_time(call: Callable[[Any, Dispatch], T], request: Request, dispatch: Dispatch) -> T:
+    """Starts the call unless its thread came too late for that."""
+    if dispatch.seconds_left() == 0:
+        raise NotSent("deadline_before_dispatch")
+    return call(request, dispatch)
 
 
 def abandonable(call: Callable[[], T]) -> Future[T]:

@@ -1,7 +1,8 @@
 """Effects: recorded and committed as pending before anything leaves the process, settled only by what is certain.
 
-Certain are a receipt, and a failure before dispatch. An exception, a timeout, a cancellation, an odd answer are not:
-the effect is unknown until evidence says otherwise, and nothing dispatches it again meanwhile.
+Certain are a receipt, and a failure that the call itself declares to be before dispatch. An exception, a timeout, a
+cancellation, an odd answer are not: the effect is unknown until evidence says otherwise, and nothing dispatches it again
+meanwhile.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from psycopg.rows import tuple_row
 from fencepost.jobs.fence import Fence
 from fencepost.jobs.stage import dump, load
 from fencepost.schemas.content import canonical
-from fencepost.schemas.errors import InvalidInput
-from fencepost.schemas.identity import EffectAttempt, as_effect_key
+from fencepost.schemas.errors import InvalidInput, NotDispatched
+from fencepost.schemas.identity import EffectAttempt, as_effect_key, as_name
 from fencepost.schemas.jsonable import jsonable
 
 __all__ = [
@@ -32,15 +33,19 @@ __all__ = [
     "Begun",
     "Dispatch",
     "Kind",
+    "NotSent",
     "Outcome",
     "Recorded",
     "State",
     "Success",
+    "Unclear",
+    "attempt_key",
     "begin",
     "begun",
     "idempotency_key",
     "reconcile_command",
     "record",
+    "request_bytes",
     "request_digest",
 ]
 
@@ -75,6 +80,31 @@ class Success:
     def __post_init__(self) -> None:
         if type(self.receipt) is not str or not 1 <= len(self.receipt) <= RECEIPT_CHARS_MAX or "\0" in self.receipt:
             raise InvalidInput(f"a receipt is text of 1 to {RECEIPT_CHARS_MAX} characters", field="receipt")
+        try:
+            self.receipt.encode()
+        except UnicodeEncodeError:
+            raise InvalidInput("a receipt holds a lone surrogate", field="receipt") from None
+
+
+class NotSent(NotDispatched):
+    """Raised by a call that certainly sent nothing; ``reason`` is a code, never content. The effect may be tried again."""
+
+    reason: str
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"nothing was sent to the provider: {as_name(reason, 'reason')}", field="provider")
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason,)
+
+
+class Unclear(Exception):
+    """Raised by a call whose outcome nobody knows, with a code that says why; as unknown as after any other exception."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(as_name(reason, "reason"))
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +112,22 @@ class Dispatch:
     """What a call may tell the provider, and how long it may take.
 
     ``effect_attempt`` names this one begin. ``idempotency_key`` stays the same for every begin of the effect: a
-    provider that honours it accepts at most once.
+    provider that honours it accepts at most once. ``kind`` is the effect's.
     """
 
     effect_attempt: EffectAttempt
     idempotency_key: str
     deadline: float
+    kind: Kind = "opaque"
+
+    @property
+    def request_key(self) -> str:
+        """What an ``Idempotency-Key`` header should say: stable for a keyed effect, else of this one begin.
+
+        An effect of another kind is begun again only once its earlier call is certain not to have happened: under a
+        key of its own, the provider cannot answer it with the earlier failure.
+        """
+        return self.idempotency_key if self.kind == "keyed" else attempt_key(self.effect_attempt)
 
     def seconds_left(self) -> float:
         """Seconds until the call must be over, at least 0; by the monotonic clock, from before the begin."""
@@ -198,13 +238,22 @@ def idempotency_key(tenant: str, operation: str, effect_key: str) -> str:
     return str(uuid5(NAMESPACE, "".join(f"{len(part)}:{part}" for part in parts)))
 
 
+def attempt_key(effect_attempt: UUID) -> str:
+    """A text that is the same for one begin only, and can be told from every key that is stable."""
+    return f"attempt-{effect_attempt}"
+
+
 def request_digest(request: Mapping[str, object] | bytes) -> bytes:
     """sha256 of the request's canonical bytes: the same request gives the same digest; InvalidInput naming the member.
 
     A mapping must be JSON of the restricted profile (no floating point); bytes are taken as they are.
     """
-    raw = bytes(request) if isinstance(request, bytes) else canonical(jsonable(request, "request"))
-    return sha256(raw).digest()
+    return sha256(request_bytes(request)).digest()
+
+
+def request_bytes(request: Mapping[str, object] | bytes) -> bytes:
+    """What is digested: bytes as they are, a mapping as canonical JSON. Sent like this, the digest is that of the body."""
+    return bytes(request) if isinstance(request, bytes) else canonical(jsonable(request, "request"))
 
 
 def reconcile_command(f: Fence, effect_key: str, version: int | None, receipt: str | None = None) -> str:

@@ -41,8 +41,9 @@ def reconcile(
     """Settles the effect in the caller's transaction; a job that waited for it is queued again.
 
     ``version`` is the one that was looked at. Applied needs the ``receipt``. Not applied is refused (NotQuiescent)
-    until the call can no longer be under way, unless the worker's end is attested or the effect is keyed.
-    Raises NotUnknown, WrongVersion, EvidenceMissing naming the field, NotArmed.
+    until the call can no longer be under way, unless the worker's end is attested or the effect is keyed. The same
+    ``decision_id`` again, word for word, changes nothing and returns the same. Raises NotUnknown, WrongVersion,
+    EvidenceMissing naming the field, OperationConflict when the id stands for another decision, NotArmed.
     """
     parameters = {
         "tenant": tenant,

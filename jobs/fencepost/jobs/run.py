@@ -18,10 +18,12 @@ from typing import Any, Protocol, cast
 
 from fencepost.jobs.claim import Job, JobClassPolicy
 from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.escalation import Reconciliation
 from fencepost.jobs.execution import Execution
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.outcomes import Completions, given_back, outcome
 from fencepost.jobs.renewal import Renewal
+from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
 from fencepost.schemas.errors import NotArmed, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
@@ -44,13 +46,22 @@ class Handled(Protocol):
     def handler(self) -> Callable[[Any, Job], object]: ...
     @property
     def asynchronous(self) -> bool: ...
+    @property
+    def reconciliation(self) -> Reconciliation: ...
 
 
 class Run:
     """Owns the threads and connections of one ``Worker.run``; used by its thread only, but for what is marked."""
 
     def __init__(
-        self, dsn: str, owner: str, classes: Mapping[str, Handled], *, concurrency: int, state: Path | None
+        self,
+        dsn: str,
+        owner: str,
+        classes: Mapping[str, Handled],
+        *,
+        concurrency: int,
+        state: Path | None,
+        upkeep: str | None = None,
     ) -> None:
         self._dsn = dsn
         self._owner = owner
@@ -65,12 +76,15 @@ class Run:
         self._completions = Completions(self._outcomes, self._written, partial(self._write, error=None))
         self._renewal = Renewal(dsn, self.running)
         self._keeper = None if state is None else Keeper(dsn, state)
+        look_ups = {n: h.reconciliation.look_up for n, h in classes.items() if h.reconciliation.look_up is not None}
+        self._upkeep = Upkeep(upkeep or dsn, owner, look_ups)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts renewal, the keeper of the witness, and the event loop where a handler needs one."""
         self._renewal.start()
+        self._upkeep.start()
         if self._keeper is not None:
             self._keeper.start()
         if any(handled.asynchronous for handled in self._classes.values()):
@@ -188,6 +202,7 @@ class Run:
             self._freed.clear()
         self._release(self.running())
         self._renewal.stop()
+        self._upkeep.stop()
         self._stop_loop()
         if self._keeper is not None:
             self._keeper.stop()

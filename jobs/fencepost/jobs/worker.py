@@ -29,6 +29,7 @@ import psycopg
 
 from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry
 from fencepost.jobs.run import Run
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
@@ -66,6 +67,7 @@ class Registered:
 
     policy: JobClassPolicy
     handler: SyncHandler | AsyncHandler
+    reconciliation: Reconciliation
     asynchronous: bool
     """Whether the handler runs on the event loop."""
 
@@ -126,12 +128,14 @@ class Worker:
         max_effect_timeout: float = 30.0,
         network_bound: float = 30.0,
         max_finishes: int = 20,
+        reconciliation: Reconciliation = BY_OPERATORS,
     ) -> Callable[[H], H]:
         """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
 
         Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
         raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
-        ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. See ``JobClassPolicy`` for the rest.
+        ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
+        and how their receipts are looked up. See ``JobClassPolicy`` for the rest.
         """
         name = as_class(job_class)
         if name in self._classes:
@@ -148,11 +152,11 @@ class Worker:
             network_bound=network_bound,
         )
 
-        def register(handler: H) -> H:
-            self._classes[name] = Registered(made, handler, inspect.iscoroutinefunction(handler))
+        def registered(handler: H) -> H:
+            self._classes[name] = Registered(made, handler, reconciliation, inspect.iscoroutinefunction(handler))
             return handler
 
-        return register
+        return registered
 
     def run(
         self,
@@ -163,12 +167,15 @@ class Worker:
         drain: float = 10.0,
         state: Path | None = None,
         patience: float = 60.0,
+        upkeep: str | None = None,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
         Claims at most ``concurrency`` jobs at a time. On stop nothing more is claimed; running handlers get ``drain``
         seconds, then their claims are given back uncharged, or blocked where an effect is open. With ``state`` (the
-        folder of the witness) the worker arms the database after a plain restart and beats the witness.
+        folder of the witness) the worker arms the database after a plain restart and beats the witness. ``upkeep`` is the
+        connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
+        default: ``dsn``, and what that login may not do is left to others.
 
         Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
         InvalidInput for a policy that the database refuses. A disarmed database is waited for.
@@ -180,7 +187,7 @@ class Worker:
         if not 1 <= concurrency <= CONCURRENCY_MAX:
             raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
         with _stopping(stop) as stopping:
-            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state)
+            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep)
             run.start()
             try:
                 self._work(run, dsn, stopping, patience)
@@ -196,6 +203,7 @@ class Worker:
                     run.arm()
                     for registered in self._classes.values():
                         register_class(conn, registered.policy)
+                        register(conn, registered.policy.name, registered.reconciliation)
                     hint = Hint(self.classes)
                     while not stopping.is_set():
                         self._turn(run, conn, hint, polls)

@@ -98,6 +98,12 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "begin_protection": ("authority_admin",),
     "end_protection": ("authority_admin",),
     "protection": ("reconciler", "authority_admin", "reader"),
+    "assign_effect": ("reconciler",),
+    "take_lookups": ("reconciler",),
+    "settle_lookup": ("reconciler",),
+    "defer_lookup": ("reconciler",),
+    "set_escalation": ("executor",),
+    "escalate_effects": ("maintenance",),
 }
 
 TABLES: dict[str, tuple[LiteralString, ...]] = {
@@ -120,6 +126,7 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
     "consumer_topic": ("reconciler", "authority_admin", "maintenance", "reader"),
     "effect": ("reconciler",),
     "effect_event": ("reconciler",),
+    "lookup": ("reconciler",),
     "decision": ("reconciler", "authority_admin"),
     "job": ("reconciler",),
     "authority_log": ("authority_admin",),

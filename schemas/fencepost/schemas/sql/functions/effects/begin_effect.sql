@@ -46,6 +46,10 @@ BEGIN
         ELSIF v_effect.class <> p_class THEN
             PERFORM fencepost._refuse('ZF010', 'the effect key belongs to another class of this operation', 'class',
                 'use an effect key of its own');
+        ELSIF v_effect.kind = 'keyed' AND p_kind <> 'keyed' AND v_effect.quiescent_at > clock_timestamp() THEN
+            -- Invariant: what was resolved early because the same provider key would be used again, uses it.
+            PERFORM fencepost._refuse('ZF034', 'the earlier call may still be under way, and only its key makes another one safe',
+                'kind', 'begin it as keyed, or after its quiescence');
         END IF;
     END IF;
     IF v_job.mode <> 'execute' THEN
@@ -65,7 +69,9 @@ BEGIN
     VALUES (p_tenant, p_operation, p_effect_key, p_class, p_kind, 'pending', p_effect_attempt, p_attempt, p_request_digest,
         v_now + p_timeout, v_now + p_timeout + v_class.network_bound)
     ON CONFLICT (tenant, operation, effect_key) DO UPDATE SET state = 'pending', kind = p_kind, effect_attempt = p_effect_attempt,
-        begun_by = p_attempt, dispatch_deadline = v_now + p_timeout, quiescent_at = v_now + p_timeout + v_class.network_bound,
+        begun_by = p_attempt, dispatch_deadline = v_now + p_timeout,
+        -- An earlier call under the same provider key may outlast this one.
+        quiescent_at = greatest(v_now + p_timeout + v_class.network_bound, CASE e.kind WHEN 'keyed' THEN e.quiescent_at END),
         decision_id = NULL, receipt = NULL, result = NULL, reason = NULL, version = e.version + 1, begins = e.begins + 1,
         begun_at = v_now, changed_at = v_now
     -- Invariant: a job of another class may have begun this key since it was looked at; only these may begin again.

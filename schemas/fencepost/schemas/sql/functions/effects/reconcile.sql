@@ -1,5 +1,6 @@
 -- Settles an unknown effect by evidence: applied (with a receipt) or not_applied. "Not applied" is refused (ZF034)
 -- before the call can no longer be under way, unless the worker's end is attested or the same provider key is used again.
+-- The same decision again, word for word under its id, changes nothing and says the same.
 -- Locks: gate, job, effect.
 CREATE OR REPLACE FUNCTION fencepost.reconcile(
     p_tenant text, p_operation text, p_effect_key text, p_version integer, p_verdict text, p_evidence_kind text,
@@ -8,7 +9,9 @@ RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_
 DECLARE
     v_job fencepost.job;
     v_effect fencepost.effect;
+    v_decision fencepost.decision;
     v_class text;
+    v_became text;
 BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
@@ -17,13 +20,31 @@ BEGIN
     ELSIF p_evidence_kind IS NULL OR p_evidence_kind NOT IN ('receipt_lookup', 'provider_statement', 'termination_attested', 'operator') THEN
         PERFORM fencepost._refuse('ZF037', 'evidence_kind is not receipt_lookup, provider_statement, termination_attested or operator',
             'evidence_kind', NULL);
-    ELSIF p_evidence_ref IS NULL OR p_evidence_ref = '' THEN
+    ELSIF p_evidence_ref IS NULL OR btrim(p_evidence_ref) = '' THEN
         PERFORM fencepost._refuse('ZF037', 'evidence_ref is empty', 'evidence_ref', 'say where the evidence can be found');
-    ELSIF p_verdict = 'applied' AND (p_receipt IS NULL OR p_receipt = '') THEN
+    ELSIF length(p_evidence_ref) > 2000 THEN
+        PERFORM fencepost._refuse('ZF003', 'evidence_ref is longer than 2000 characters', 'evidence_ref', 'refer to the evidence, do not quote it');
+    ELSIF p_verdict = 'applied' AND (p_receipt IS NULL OR btrim(p_receipt) = '') THEN
         PERFORM fencepost._refuse('ZF037', 'applied needs the provider''s receipt', 'receipt', NULL);
+    ELSIF length(p_receipt) > 2000 THEN
+        PERFORM fencepost._refuse('ZF003', 'receipt is longer than 2000 characters', 'receipt', 'give the provider''s reference');
     ELSIF p_decision_id IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'decision_id is null', 'decision_id', 'make a new UUID for every decision');
     END IF;
+    v_became := CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END;
+    v_decision.decision_id := p_decision_id;
+    v_decision.kind := 'reconcile';
+    v_decision.actor := p_actor;
+    v_decision.reason := p_reason;
+    v_decision.tenant := p_tenant;
+    v_decision.operation := p_operation;
+    v_decision.subject := p_effect_key;
+    v_decision.verdict := p_verdict;
+    v_decision.version := p_version;
+    v_decision.evidence_kind := p_evidence_kind;
+    v_decision.evidence_ref := p_evidence_ref;
+    v_decision.receipt := CASE p_verdict WHEN 'applied' THEN p_receipt END;
+
     PERFORM fencepost._enter();
     PERFORM set_config('synchronous_commit', 'on', true);
     SELECT e.class INTO v_class FROM fencepost.effect AS e
@@ -35,7 +56,9 @@ BEGIN
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
     SELECT e.* INTO STRICT v_effect FROM fencepost.effect AS e
     WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
-    IF v_effect.state <> 'unknown' THEN
+    IF fencepost._decided(v_decision) THEN
+        RETURN v_became;
+    ELSIF v_effect.state <> 'unknown' THEN
         PERFORM fencepost._refuse('ZF036', 'the effect is ' || v_effect.state || ', not unknown', 'state',
             'only an unknown effect is reconciled; a pending one becomes unknown at its deadline');
     ELSIF v_effect.version IS DISTINCT FROM p_version THEN
@@ -45,13 +68,11 @@ BEGIN
         PERFORM fencepost._refuse('ZF034', 'the call may still be under way', 'quiescent_at',
             'decide after ' || to_char(v_effect.quiescent_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC, or attest that the worker ended');
     END IF;
-    UPDATE fencepost.effect AS e SET state = CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END,
-        receipt = CASE p_verdict WHEN 'applied' THEN p_receipt ELSE NULL END, decision_id = p_decision_id, reason = NULL,
+    UPDATE fencepost.effect AS e SET state = v_became, receipt = v_decision.receipt, decision_id = p_decision_id, reason = NULL,
         version = e.version + 1, changed_at = clock_timestamp()
     WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
     PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, 'unknown', p_reason);
-    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict, evidence_kind, evidence_ref)
-    VALUES (p_decision_id, 'reconcile', p_actor, p_reason, p_tenant, p_operation, p_effect_key, p_verdict, p_evidence_kind, p_evidence_ref);
+    PERFORM fencepost._decide(v_decision);
     PERFORM fencepost._settle(v_job, CASE p_verdict WHEN 'applied' THEN 1 ELSE 0 END);
-    RETURN CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END;
+    RETURN v_became;
 END $$;

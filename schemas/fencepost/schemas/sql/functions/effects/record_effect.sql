@@ -127,6 +127,12 @@ BEGIN
         v_outcome := 'unknown';
     END IF;
     IF p_outcome = 'success' AND v_effect.state IN ('success', 'resolved_applied') THEN
+        IF v_effect.receipt <> p_receipt THEN
+            -- Late evidence is always kept; it agrees that the effect happened, so nothing else changes.
+            INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, receipt, reason, version)
+            VALUES (p_tenant, p_operation, p_effect_key, p_effect_attempt, v_effect.state, v_effect.state, p_receipt,
+                'another_receipt', v_effect.version);
+        END IF;
         RETURN v_effect.state;
     ELSIF p_outcome = 'success' AND v_effect.state IN ('failed_before_dispatch', 'resolved_not_applied') THEN
         PERFORM fencepost._dispute(v_effect, p_receipt, p_result);
