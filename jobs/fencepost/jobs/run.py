@@ -23,6 +23,7 @@ from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.execution import Execution, Poison, Retry
 from fencepost.jobs.fail import Became, fail, release
 from fencepost.jobs.fence import complete
+from fencepost.jobs.journal import Journal
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.publish import published
 from fencepost.jobs.renewal import Renewal
@@ -64,13 +65,22 @@ class Run:
     """Owns the threads and connections of one ``Worker.run``; used by its thread only, but for what is marked."""
 
     def __init__(
-        self, dsn: str, owner: str, classes: Mapping[str, Handled], *, concurrency: int, state: Path | None
+        self,
+        dsn: str,
+        owner: str,
+        classes: Mapping[str, Handled],
+        *,
+        concurrency: int,
+        state: Path | None,
+        journal: Journal | None = None,
     ) -> None:
         self._dsn = dsn
         self._owner = owner
         self._classes = classes
         self._concurrency = concurrency
         self._state = state
+        self._journal = journal
+        self._presented = False
         self._lock = threading.Lock()
         self._executions: dict[int, Execution] = {}
         self._freed = threading.Event()
@@ -93,11 +103,30 @@ class Run:
 
     def arm(self) -> None:
         """Arms the database after a plain restart; anything else stays disarmed, and the keeper says why."""
+        self._presented = False
         if self._state is not None:
             try:
                 arming.ensure_armed(self._dsn, self._state)
             except (WitnessMismatch, NotArmed) as error:
                 log.error("%s", arming.explain(error))
+
+    def disarmed(self) -> None:
+        """The database was found disarmed: once it is armed, the journal is presented again before the next claim."""
+        self._presented = False
+
+    def witnessed(self, conn: Connection[Any]) -> bool:
+        """Whether effects of what is claimed could be journalled, and the database was shown the begins before.
+
+        Raises BeginsMissing when it has lost one, NotArmed.
+        """
+        if self._journal is None:
+            return True
+        if not self._journal.usable():
+            return False
+        if not self._presented:
+            self._journal.present(conn)
+            self._presented = True
+        return True
 
     def running(self) -> list[Execution]:
         """What is executing now; from any thread."""
@@ -120,7 +149,7 @@ class Run:
     def execute(self, job: Job) -> None:
         """Starts the handler of a claimed job, in a thread of its own or on the event loop."""
         handled = self._classes[job.job_class]
-        execution = Execution(job, handled.policy)
+        execution = Execution(job, handled.policy, self._journal)
         with self._lock:
             self._executions[id(execution)] = execution
         if handled.asynchronous and self._loop is not None:

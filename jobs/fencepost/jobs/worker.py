@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ import psycopg
 from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, register_class
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.execution import Poison, Retry
+from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
@@ -72,10 +73,14 @@ class Registered:
 
 
 class Worker:
-    """Runs handlers of job classes; ``owner`` names this process in leases (default: host, process and a random part)."""
+    """Runs handlers of job classes; ``owner`` names this process in leases (default: host, process and a random part).
 
-    def __init__(self, *, owner: str | None = None) -> None:
+    With ``journal``, a folder of this worker's own, every begin of an effect is on that disk before the database has it.
+    """
+
+    def __init__(self, *, owner: str | None = None, journal: Journal | Path | None = None) -> None:
         self.owner = owner or _owner()
+        self.journal = Journal(journal) if isinstance(journal, Path) else journal
         self._classes: dict[str, Registered] = {}
 
     @property
@@ -131,15 +136,18 @@ class Worker:
         drain: float = 10.0,
         state: Path | None = None,
         patience: float = 60.0,
+        journal: Path | None = None,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
         Claims at most ``concurrency`` jobs at a time. On stop nothing more is claimed; running handlers get ``drain``
         seconds, then their claims are given back uncharged, or blocked where an effect is open. With ``state`` (the
-        folder of the witness) the worker arms the database after a plain restart and beats the witness.
+        folder of the witness) the worker arms the database after a plain restart and beats the witness. ``journal`` takes
+        the place of the worker's own.
 
         Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
-        InvalidInput for a policy that the database refuses. A disarmed database is waited for.
+        InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
+        JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
         """
         if not self._classes:
             raise ConfigError(
@@ -147,8 +155,9 @@ class Worker:
             )
         if not 1 <= concurrency <= CONCURRENCY_MAX:
             raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
-        with _stopping(stop) as stopping:
-            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state)
+        kept = self.journal if journal is None else Journal(journal)
+        with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
+            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, journal=kept)
             run.start()
             try:
                 self._work(run, dsn, stopping, patience)
@@ -182,8 +191,11 @@ class Worker:
         if free == 0:
             return POLL_SECONDS_MIN, told
         try:
+            if not run.witnessed(conn):
+                return POLL_SECONDS_MAX, told
             jobs = claim(conn, self.owner, self.classes, free)
         except NotArmed as error:
+            run.disarmed()
             if not told:
                 log.error("nothing is claimed: %s", error)
             return POLL_SECONDS_MAX, True

@@ -16,6 +16,7 @@ from fencepost.operate import (
     grants,
     inbox,
     jobs,
+    journal,
     logs,
     migrate,
     parked,
@@ -61,6 +62,7 @@ app.command("replay")(replay.replay)
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")
 app.add_typer(schemas.app, name="schemas")
 
