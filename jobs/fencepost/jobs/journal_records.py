@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from uuid import UUID
 
 __all__ = [
@@ -139,6 +139,7 @@ class Other(Record):
 KINDS: dict[str, type[Record]] = {
     kind.name: kind for kind in (Opened, Begin, NotBegun, Outcome, Presented, Acknowledged, Repaired, Rotated, Closed)
 }
+UUIDS = {"effect_attempt", "attempt"}
 
 
 def encode(record: Record) -> bytes:
@@ -150,16 +151,19 @@ def encode(record: Record) -> bytes:
 
 def decode(payload: bytes) -> Record:
     """The record; ValueError when it is none. Members that this version does not know are passed over."""
-    match json.loads(payload):
-        case {"record": str(name), "at": str(at), **rest}:
-            values: dict[str, Any] = {"at": at} | rest
+    found: Any = json.loads(payload)
+    match found:
+        case {"record": str(name), "at": str(at)}:
+            values = cast(dict[str, Any], found)
         case _:
             raise ValueError("no record")
     kind = KINDS.get(name)
     if kind is None:
         return Other(record=name, at=at)
-    given: dict[str, Any] = {member.name: values[member.name] for member in fields(kind) if member.name in values}
+    given = {member.name: values[member.name] for member in fields(kind) if member.name in values}
     try:
-        return kind(**given | {name: UUID(given[name]) for name in ("effect_attempt", "attempt") if name in given})
+        for member in UUIDS & given.keys():
+            given[member] = UUID(given[member])
+        return kind(**given)
     except (TypeError, AttributeError) as error:
         raise ValueError("a member is missing, or is no UUID") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +26,7 @@ from fencepost.schemas.errors import ConfigError, InvalidInput
 app = typer.Typer(no_args_is_help=True, help="A worker's journal of effect begins: verify, show, repair, acknowledge.")
 
 LIMIT_MAX = 1_000_000
+LOOKS, LOOK_SECONDS = 3, 0.05
 COLUMNS = ("at", "tenant", "operation", "job_class", "effect_key", "effect_attempt")
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -41,7 +44,7 @@ def group() -> None:
 @app.command("verify")
 def verify(journal: Folder = None, as_json: AsJson = False) -> None:
     """Read everything and say how far it verifies; exit code 1 when it does not to the end. Changes nothing."""
-    report = scan(_folder(journal), machine=_machine())
+    report, _, _ = _read(_folder(journal), 1)
     if as_json:
         printing.as_json(_summary(report))
     else:
@@ -78,13 +81,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """The records that verify, the newest last; exit code 1 after them when the journal does not verify to its end."""
-    begins, newest = Begins(), deque[Frame](maxlen=limit)
-
-    def take(frame: Frame) -> None:
-        begins.take(frame)
-        newest.append(frame)
-
-    report = scan(_folder(journal), take, machine=_machine())
+    report, begins, newest = _read(_folder(journal), limit)
     if unmatched or missing_:
         found = list(begins.unmatched.values())
         if missing_:
@@ -152,9 +149,23 @@ def _folder(given: Path | None) -> Path:
     return found
 
 
-def _machine() -> UUID | None:
+def _read(folder: Path, limit: int, looks: int = LOOKS) -> tuple[Report, Begins, deque[Frame]]:
+    """Everything that verifies, and the newest frames; looked at again where a worker may just be writing."""
     here = machine_id()
-    return None if here == UNKNOWN_MACHINE else here
+    begins, newest = Begins(), deque[Frame](maxlen=limit)
+    report = scan(folder, _taking(begins, newest), machine=None if here == UNKNOWN_MACHINE else here)
+    if report.damage is not None and looks > 1:
+        time.sleep(LOOK_SECONDS)
+        return _read(folder, limit, looks - 1)
+    return report, begins, newest
+
+
+def _taking(begins: Begins, newest: deque[Frame]) -> Callable[[Frame], None]:
+    def take(frame: Frame) -> None:
+        begins.take(frame)
+        newest.append(frame)
+
+    return take
 
 
 def _summary(report: Report) -> dict[str, Any]:
