@@ -17,8 +17,9 @@ from support.jobs import CLASS, Conn, column, save, show
 from support.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
-CHILD_PATH = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tests", "compose"))}
-"""For child scripts that import `support`."""
+ROOTS = ("tests", "compose", "schemas", "relay", "consumer", "jobs", "operate")
+CHILD_PATH = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ROOTS)}
+"""For child scripts that import `support`: this tree, whatever is installed."""
 
 QUICK: dict[str, Any] = {"lease": 5.0, "max_effect_timeout": 5.0, "network_bound": 0.0}
 

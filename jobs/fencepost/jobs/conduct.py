@@ -5,6 +5,7 @@
     NotDispatched raised by the call itself                   failed_before_dispatch    NotDispatched
     deadline passed or lease lost before the dispatch         failed_before_dispatch    NotDispatched
     any other exception, deadline, cancellation, odd answer   unknown                   EffectUnknown
+    the journal cannot be written                             -                         JournalUnusable (NotDispatched)
     the begin's commit lost: read back as not begun           -                         Unreachable (NotDispatched)
     the begin's commit lost: cannot be read back              stays pending             EffectUnknown
     the outcome cannot be written within its budget           stays pending             EffectUnknown
@@ -35,6 +36,7 @@ from psycopg import Connection
 from fencepost.jobs import effects
 from fencepost.jobs.effects import Begun, Dispatch, Kind, NotSent, Outcome, Recorded, State, Success, Unclear
 from fencepost.jobs.execution import Execution
+from fencepost.jobs.journal_records import Begin
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.stage import dump
 from fencepost.schemas.connect import ANSWER_SECONDS, address, connect
@@ -90,7 +92,9 @@ class Conduct:
         attempt = EffectAttempt(uuid4())
 
         def work(conn: Connection[Any]) -> Opened | Recorded:
-            began = self._begun(conn, effect_key, kind, attempt, digest, seconds)
+            began = self._witnessed(
+                lambda: self._begun(conn, effect_key, kind, attempt, digest, seconds), effect_key, kind, attempt, digest
+            )
             if isinstance(began, Recorded):
                 return began
             if began.lease is not None:
@@ -99,6 +103,27 @@ class Conduct:
             return Opened(effect_key, began.version, Dispatch(attempt, key, started + began.timeout, kind))
 
         return self._work.send(work)
+
+    def _witnessed(
+        self, begun: Callable[[], T], effect_key: str, kind: Kind, attempt: EffectAttempt, digest: bytes
+    ) -> T:
+        """Begins once the journal has the begin, where there is a journal; JournalUnusable when it cannot have it."""
+        if (journal := self._execution.journal) is None:
+            return begun()
+        f = self._fence
+        begin = Begin(
+            tenant=f.tenant,
+            operation=f.operation,
+            job_class=f.job_class,
+            effect_key=effect_key,
+            effect_attempt=attempt,
+            kind=kind,
+            generation=f.generation,
+            attempt=f.attempt,
+            epoch=f.epoch,
+            request_digest=digest.hex(),
+        )
+        return journal.witness(begin, begun)
 
     def _begun(
         self, conn: Connection[Any], effect_key: str, kind: Kind, attempt: EffectAttempt, digest: bytes, seconds: float
@@ -221,6 +246,8 @@ class Conduct:
         reason: str | None = None,
     ) -> Future[State]:
         attempt = began.dispatch.effect_attempt
+        if (journal := self._execution.journal) is not None:
+            journal.outcome(attempt, outcome, reason)
         return self._outcomes.send(
             lambda conn: effects.record(
                 conn,

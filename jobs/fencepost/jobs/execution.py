@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from fencepost.jobs.claim import Job, JobClassPolicy
+from fencepost.jobs.journal import Journal
 from fencepost.schemas.errors import LeaseLost, WrongTransaction
 
 __all__ = ["Execution", "Poison", "Retry"]
@@ -36,9 +37,10 @@ class Poison(Exception):
 class Execution:
     """The state that the handler's thread, the renewal and the worker share; every member is safe between threads."""
 
-    def __init__(self, job: Job, policy: JobClassPolicy) -> None:
+    def __init__(self, job: Job, policy: JobClassPolicy, journal: Journal | None = None) -> None:
         self.job = job
         self.policy = policy
+        self.journal = journal
         self.lost = threading.Event()
         """Set once this attempt has no authority left, or the worker gave the claim back."""
         self._lock = threading.Lock()

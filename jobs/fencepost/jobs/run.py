@@ -20,6 +20,7 @@ from fencepost.jobs.claim import Job, JobClassPolicy
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import Reconciliation
 from fencepost.jobs.execution import Execution
+from fencepost.jobs.journal import Journal
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.outcomes import Completions, given_back, outcome
 from fencepost.jobs.renewal import Renewal
@@ -62,12 +63,15 @@ class Run:
         concurrency: int,
         state: Path | None,
         upkeep: str | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._dsn = dsn
         self._owner = owner
         self._classes = classes
         self._concurrency = concurrency
         self._state = state
+        self._journal = journal
+        self._presented = False
         self._lock = threading.Lock()
         self._executions: dict[int, Execution] = {}
         self._freed = threading.Event()
@@ -94,11 +98,30 @@ class Run:
 
     def arm(self) -> None:
         """Arms the database after a plain restart; anything else stays disarmed, and the keeper says why."""
+        self._presented = False
         if self._state is not None:
             try:
                 arming.ensure_armed(self._dsn, self._state)
             except (WitnessMismatch, NotArmed) as error:
                 log.error("%s", arming.explain(error))
+
+    def disarmed(self) -> None:
+        """The database was found disarmed: once it is armed, the journal is presented again before the next claim."""
+        self._presented = False
+
+    def witnessed(self, conn: Connection[Any]) -> bool:
+        """Whether effects of what is claimed could be journalled, and the database was shown the begins before.
+
+        Raises BeginsMissing when it has lost one, NotArmed.
+        """
+        if self._journal is None:
+            return True
+        if not self._journal.usable():
+            return False
+        if not self._presented:
+            self._journal.present(conn)
+            self._presented = True
+        return True
 
     def running(self) -> list[Execution]:
         """What is executing now; from any thread."""
@@ -122,7 +145,7 @@ class Run:
 
     def execute(self, jobs: Sequence[Job]) -> None:
         """Starts the handlers of claimed jobs, each in a thread of its own or together on the event loop."""
-        executions = [Execution(job, self._classes[job.job_class].policy) for job in jobs]
+        executions = [Execution(job, self._classes[job.job_class].policy, self._journal) for job in jobs]
         with self._lock:
             self._executions.update((id(execution), execution) for execution in executions)
         if self._loop is not None and (looped := [e for e in executions if self._handled(e).asynchronous]):

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, regi
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry
+from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
@@ -106,10 +107,14 @@ class Hint:
 
 
 class Worker:
-    """Runs handlers of job classes; ``owner`` names this process in leases (default: host, process and a random part)."""
+    """Runs handlers of job classes; ``owner`` names this process in leases (default: host, process and a random part).
 
-    def __init__(self, *, owner: str | None = None) -> None:
+    With ``journal``, a folder of this worker's own, every begin of an effect is on that disk before the database has it.
+    """
+
+    def __init__(self, *, owner: str | None = None, journal: Journal | Path | None = None) -> None:
         self.owner = owner or _owner()
+        self.journal = Journal(journal) if isinstance(journal, Path) else journal
         self._classes: dict[str, Registered] = {}
 
     @property
@@ -168,6 +173,7 @@ class Worker:
         state: Path | None = None,
         patience: float = 60.0,
         upkeep: str | None = None,
+        journal: Path | None = None,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
@@ -176,9 +182,11 @@ class Worker:
         folder of the witness) the worker arms the database after a plain restart and beats the witness. ``upkeep`` is the
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
+        ``journal`` takes the place of the worker's own.
 
         Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
-        InvalidInput for a policy that the database refuses. A disarmed database is waited for.
+        InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
+        JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
         """
         if not self._classes:
             raise ConfigError(
@@ -186,8 +194,11 @@ class Worker:
             )
         if not 1 <= concurrency <= CONCURRENCY_MAX:
             raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
-        with _stopping(stop) as stopping:
-            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep)
+        kept = self.journal if journal is None else Journal(journal)
+        with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
+            run = Run(
+                dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep, journal=kept
+            )
             run.start()
             try:
                 self._work(run, dsn, stopping, patience)
@@ -224,8 +235,12 @@ class Worker:
             polls.pause = POLL_SECONDS_MIN
             return
         try:
+            if not run.witnessed(conn):
+                polls.pause = POLL_SECONDS_MAX
+                return
             jobs = claim(conn, self.owner, self.classes, free, hint.text)
         except NotArmed as error:
+            run.disarmed()
             if not polls.told:
                 log.error("nothing is claimed: %s", error)
             polls.pause, polls.told = POLL_SECONDS_MAX, True

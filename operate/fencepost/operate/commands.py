@@ -16,6 +16,7 @@ from fencepost.operate import (
     grants,
     inbox,
     jobs,
+    journal,
     logs,
     migrate,
     parked,
@@ -65,6 +66,7 @@ jobs.app.command("protect")(protected.protect_)
 jobs.app.command("unprotect")(protected.unprotect_)
 jobs.app.command("protected")(protected.protected)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")
 app.add_typer(schemas.app, name="schemas")
 

@@ -12,6 +12,9 @@
     address = "kafka.example:9093"
     topics = ["reports"]
 
+    [worker]                                            # FENCEPOST_WORKER_JOURNAL
+    journal = "journal"                                 # a folder of this worker's own
+
     [[destinations]]                                    # FENCEPOST_DESTINATIONS, the same as JSON
     name = "reports"
     kind = "kafka"
@@ -47,6 +50,7 @@ __all__ = [
     "RelaySettings",
     "RouteSettings",
     "Settings",
+    "WorkerSettings",
     "known_variables",
     "load",
     "unknown_variables",
@@ -56,6 +60,7 @@ FILE = "fencepost.toml"
 PREFIX = "FENCEPOST_"
 RELAY_PREFIX = "FENCEPOST_RELAY_"
 CONSUMER_PREFIX = "FENCEPOST_CONSUMER_"
+WORKER_PREFIX = "FENCEPOST_WORKER_"
 SECRETS = "FENCEPOST_SECRETS_DIR"
 SECRET_BYTES_MAX = 65_536
 # Read by compose/, by tests and by the choice of the files; not settings of a command.
@@ -194,6 +199,14 @@ class ConsumerSettings(_Sources):
         return _of_a_broker(value)
 
 
+class WorkerSettings(_Sources):
+    """Where a worker keeps its journal; None: it keeps none. A folder belongs to one worker."""
+
+    model_config = SettingsConfigDict(env_prefix=WORKER_PREFIX)
+
+    journal: Path | None = None
+
+
 class _General(_Sources):
     model_config = SettingsConfigDict(env_prefix=PREFIX)
 
@@ -212,6 +225,7 @@ class Settings:
     destinations: tuple[DestinationSettings, ...]
     relay: RelaySettings
     consumer: ConsumerSettings
+    worker: WorkerSettings
     insecure_db: bool = False
 
     def dsn(self, *, insecure: bool = False) -> str:
@@ -233,11 +247,12 @@ def load() -> Settings:
     path, values = _file()
     relay = _checked(RelaySettings, _table(values, "relay", path), "relay", RELAY_PREFIX)
     consumer = _checked(ConsumerSettings, _table(values, "consumer", path), "consumer", CONSUMER_PREFIX)
+    worker = _checked(WorkerSettings, _table(values, "worker", path), "worker", WORKER_PREFIX)
     found = _checked(_General, values, "", PREFIX)
     names = [d.name for d in found.destinations]
     if len(set(names)) < len(names):
         raise ConfigError("two destinations have the same name", field="destinations", hint="rename one of them")
-    return Settings(found.database, found.state, found.destinations, relay, consumer, found.insecure_db)
+    return Settings(found.database, found.state, found.destinations, relay, consumer, worker, found.insecure_db)
 
 
 def known_variables() -> frozenset[str]:
@@ -245,7 +260,8 @@ def known_variables() -> frozenset[str]:
     own = {f"{PREFIX}{name.upper()}" for name in _General.model_fields}
     relay = {f"{RELAY_PREFIX}{name.upper()}" for name in RelaySettings.model_fields}
     consumer = {f"{CONSUMER_PREFIX}{name.upper()}" for name in ConsumerSettings.model_fields}
-    return frozenset(own | relay | consumer | ELSEWHERE)
+    worker = {f"{WORKER_PREFIX}{name.upper()}" for name in WorkerSettings.model_fields}
+    return frozenset(own | relay | consumer | worker | ELSEWHERE)
 
 
 def unknown_variables() -> list[str]:

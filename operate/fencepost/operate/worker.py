@@ -41,4 +41,12 @@ def run(
     stop = threading.Event()
     with draining(stop.set):
         log.info("worker %s runs %s", worker.owner, ", ".join(worker.classes))
-        worker.run(dsn, concurrency=concurrency, stop=stop, drain=drain, state=chosen.state, patience=patience)
+        worker.run(
+            dsn,
+            concurrency=concurrency,
+            stop=stop,
+            drain=drain,
+            state=chosen.state,
+            patience=patience,
+            journal=chosen.worker.journal,
+        )

@@ -17,6 +17,7 @@ import psycopg
 from psycopg.pq import DiagnosticField
 
 __all__ = [
+    "BeginsMissing",
     "CommitWasRollback",
     "ConfigError",
     "ConfirmLost",
@@ -30,6 +31,11 @@ __all__ = [
     "FinishOnly",
     "FromDatabase",
     "InvalidInput",
+    "JournalCorrupt",
+    "JournalForeign",
+    "JournalInUse",
+    "JournalTorn",
+    "JournalUnusable",
     "LeaseLost",
     "NotArmed",
     "NotDispatched",
@@ -281,6 +287,30 @@ class ReplayRefused(Refused):
 
 class LeaseLost(Refused):
     """This worker's lease is over: stop; results may be staged for the successor, not published."""
+
+
+class BeginsMissing(Refused):
+    """The journal holds begins of effects that this database does not know: it has lost commits, or is another one."""
+
+
+class JournalInUse(Refused):
+    """Another process writes this journal, or its files were replaced under the writer: nothing was written."""
+
+
+class JournalForeign(Refused):
+    """The journal was written on another machine: it can be read here, not continued."""
+
+
+class JournalTorn(Damaged):
+    """The journal ends as an interrupted write leaves it: nothing is appended before the tail is quarantined."""
+
+
+class JournalCorrupt(Damaged):
+    """The journal was changed, cut or lost a segment after it was written: nothing repairs that by itself."""
+
+
+class JournalUnusable(NotDispatched):
+    """The journal could not be written durably: what should have been recorded first was not begun."""
 
 
 class ConfirmLost(Unresolved):

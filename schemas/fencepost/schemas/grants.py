@@ -90,6 +90,8 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "staged": ("executor",),
     "begin_effect": ("executor",),
     "record_effect": ("executor",),
+    "present_begin": ("executor", "reconciler"),
+    "missing_begins": ("executor", "reconciler"),
     "cancel": ("producer", "reconciler"),
     "requeue": ("reconciler",),
     "reconcile": ("reconciler",),

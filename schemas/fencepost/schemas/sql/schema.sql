@@ -621,6 +621,58 @@ CREATE TABLE fencepost.inbox_batch (
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0010_inbox_batches.sql', '499da0515ca9c78abd4aa9619877c33d68d703bdae1f582c5be473f08e9ec887');
 
+-- 0011_reconciliation.sql
+-- Reconciliation: whose an unknown effect is, how urgent it is, when that grows, and when its receipt is looked up again.
+
+-- Invariant: escalate_after grows from step to step; the three arrays say what each step does (to null: it stays with whom it is).
+ALTER TABLE fencepost.job_class
+    ADD COLUMN assignee text NOT NULL DEFAULT 'operator',
+    ADD COLUMN escalate_after interval[] NOT NULL DEFAULT '{1 hour,1 day}',
+    ADD COLUMN escalate_severity text[] NOT NULL DEFAULT '{high,critical}',
+    ADD COLUMN escalate_to text[] NOT NULL DEFAULT '{NULL,NULL}',
+    ADD CONSTRAINT job_class_escalation_check CHECK (
+        cardinality(escalate_after) = cardinality(escalate_severity) AND cardinality(escalate_after) = cardinality(escalate_to)
+        AND escalate_severity <@ ARRAY['normal', 'high', 'critical']);
+
+-- unknown_since: set exactly while the effect is unknown. escalations: how many steps of its class's policy it has taken.
+ALTER TABLE fencepost.effect
+    ADD COLUMN severity text NOT NULL DEFAULT 'normal' CHECK (severity IN ('normal', 'high', 'critical')),
+    ADD COLUMN unknown_since timestamptz,
+    ADD COLUMN escalations integer NOT NULL DEFAULT 0 CHECK (escalations >= 0);
+UPDATE fencepost.effect SET unknown_since = changed_at WHERE state = 'unknown';
+ALTER TABLE fencepost.effect ADD CONSTRAINT effect_unknown_since_check CHECK ((state = 'unknown') = (unknown_since IS NOT NULL));
+
+-- Set where the event is about whose the effect is, not about what became of it.
+ALTER TABLE fencepost.effect_event ADD COLUMN severity text, ADD COLUMN assignee text;
+
+-- What was looked at and the receipt, so that the same decision can be told from another one under its id.
+ALTER TABLE fencepost.decision ADD COLUMN version integer, ADD COLUMN receipt text;
+ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
+ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
+    'reconcile', 'assign', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination',
+    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention'));
+CREATE INDEX decision_effect ON fencepost.decision (tenant, operation, subject) WHERE kind IN ('reconcile', 'assign');
+
+-- Receipt look-ups of unknown effects: who asks now, or when it is asked again, and what the last answer was.
+-- Invariant: one asker at a time; due_at is the end of its lease while it asks, else the time of the next question.
+CREATE TABLE fencepost.lookup (
+    tenant      text NOT NULL,
+    operation   text NOT NULL,
+    effect_key  text NOT NULL,
+    version     integer NOT NULL,
+    taken_by    uuid NOT NULL,
+    taken_at    timestamptz NOT NULL,
+    due_at      timestamptz NOT NULL,
+    asks        integer NOT NULL DEFAULT 1 CHECK (asks >= 1),
+    answer      text,
+    answered_at timestamptz,
+    PRIMARY KEY (tenant, operation, effect_key),
+    FOREIGN KEY (tenant, operation, effect_key) REFERENCES fencepost.effect ON DELETE RESTRICT
+) WITH (fillfactor = 70);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0011_reconciliation.sql', 'c0c10907f1aac4f0b407683f157483d3981fea7bc7a31c71c3a071d66e80ee84');
+
 -- 0012_protected.sql
 -- Users' tables whose rows are written behind a fence only. The table is found by its trigger, so it may be renamed.
 
@@ -920,6 +972,10 @@ BEGIN
         ELSIF v_effect.class <> p_class THEN
             PERFORM fencepost._refuse('ZF010', 'the effect key belongs to another class of this operation', 'class',
                 'use an effect key of its own');
+        ELSIF v_effect.kind = 'keyed' AND p_kind <> 'keyed' AND v_effect.quiescent_at > clock_timestamp() THEN
+            -- Invariant: what was resolved early because the same provider key would be used again, uses it.
+            PERFORM fencepost._refuse('ZF034', 'the earlier call may still be under way, and only its key makes another one safe',
+                'kind', 'begin it as keyed, or after its quiescence');
         END IF;
     END IF;
     IF v_job.mode <> 'execute' THEN
@@ -939,7 +995,9 @@ BEGIN
     VALUES (p_tenant, p_operation, p_effect_key, p_class, p_kind, 'pending', p_effect_attempt, p_attempt, p_request_digest,
         v_now + p_timeout, v_now + p_timeout + v_class.network_bound)
     ON CONFLICT (tenant, operation, effect_key) DO UPDATE SET state = 'pending', kind = p_kind, effect_attempt = p_effect_attempt,
-        begun_by = p_attempt, dispatch_deadline = v_now + p_timeout, quiescent_at = v_now + p_timeout + v_class.network_bound,
+        begun_by = p_attempt, dispatch_deadline = v_now + p_timeout,
+        -- An earlier call under the same provider key may outlast this one.
+        quiescent_at = greatest(v_now + p_timeout + v_class.network_bound, CASE e.kind WHEN 'keyed' THEN e.quiescent_at END),
         decision_id = NULL, receipt = NULL, result = NULL, reason = NULL, version = e.version + 1, begins = e.begins + 1,
         begun_at = v_now, changed_at = v_now
     -- Invariant: a job of another class may have begun this key since it was looked at; only these may begin again.
@@ -968,9 +1026,404 @@ RETURNS void LANGUAGE sql AS $$
 $$;
 
 
+-- effects/decide.sql
+-- True when this very decision was taken before: the caller has nothing left to do. Another decision under its id is refused.
+CREATE OR REPLACE FUNCTION fencepost._decided(p_decision fencepost.decision)
+RETURNS boolean LANGUAGE plpgsql AS $$
+DECLARE
+    v_was fencepost.decision;
+BEGIN
+    SELECT d.* INTO v_was FROM fencepost.decision AS d WHERE d.decision_id = p_decision.decision_id;
+    IF NOT FOUND THEN
+        RETURN false;
+    ELSIF (v_was.kind, v_was.actor, v_was.reason, v_was.tenant, v_was.operation, v_was.subject, v_was.verdict, v_was.version,
+           v_was.evidence_kind, v_was.evidence_ref, v_was.receipt)
+       IS DISTINCT FROM
+          (p_decision.kind, p_decision.actor, p_decision.reason, p_decision.tenant, p_decision.operation, p_decision.subject,
+           p_decision.verdict, p_decision.version, p_decision.evidence_kind, p_decision.evidence_ref, p_decision.receipt) THEN
+        PERFORM fencepost._refuse('ZF010', 'another decision was taken under this id', 'decision_id',
+            'make a new UUID for every decision; repeat one only word for word');
+    END IF;
+    RETURN true;
+END $$;
+
+-- Appends a decision to the log; refuses an id that another decision takes at this moment.
+CREATE OR REPLACE FUNCTION fencepost._decide(p_decision fencepost.decision)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict, version, evidence_kind,
+        evidence_ref, receipt)
+    VALUES (p_decision.decision_id, p_decision.kind, p_decision.actor, p_decision.reason, p_decision.tenant, p_decision.operation,
+        p_decision.subject, p_decision.verdict, p_decision.version, p_decision.evidence_kind, p_decision.evidence_ref,
+        p_decision.receipt)
+    ON CONFLICT (decision_id) DO NOTHING;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF010', 'another decision was taken under this id', 'decision_id', 'make a new UUID for every decision');
+    END IF;
+END $$;
+
+
+-- effects/escalate.sql
+-- Invariant: an unknown effect has an assignee and a severity from its first moment, whatever made it unknown; a contradicted
+-- one is critical at once. What is no longer unknown is nobody's.
+CREATE OR REPLACE FUNCTION fencepost._hold_unknown()
+RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF NEW.state <> 'unknown' THEN
+        NEW.unknown_since := NULL;
+        NEW.escalations := 0;
+        NEW.severity := 'normal';
+        RETURN NEW;
+    END IF;
+    IF TG_OP = 'INSERT' OR OLD.state <> 'unknown' THEN
+        NEW.unknown_since := clock_timestamp();
+        NEW.escalations := 0;
+        NEW.severity := 'normal';
+        NEW.assignee := (SELECT c.assignee FROM fencepost.job_class AS c WHERE c.class = NEW.class);
+    END IF;
+    IF NEW.contradicted THEN
+        NEW.severity := 'critical';
+    END IF;
+    RETURN NEW;
+END $$;
+
+-- Locks: none where the triggers exist (see append_only).
+DO $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'fencepost.effect'::regclass AND tgname = 'hold_unknown') THEN
+        CREATE TRIGGER hold_unknown BEFORE UPDATE ON fencepost.effect FOR EACH ROW
+            WHEN ((OLD.state = 'unknown') <> (NEW.state = 'unknown') OR OLD.contradicted <> NEW.contradicted)
+            EXECUTE FUNCTION fencepost._hold_unknown();
+        CREATE TRIGGER hold_unknown_new BEFORE INSERT ON fencepost.effect FOR EACH ROW
+            WHEN (NEW.state = 'unknown') EXECUTE FUNCTION fencepost._hold_unknown();
+    END IF;
+END $$;
+
+-- Says whose unknown effects of a class are, and how they escalate: after each interval at least that severity, and that
+-- assignee (null: as before). The handler's process calls it beside register_class.
+CREATE OR REPLACE FUNCTION fencepost.set_escalation(
+    p_class text, p_assignee text, p_after interval[], p_severity text[], p_to text[])
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_step integer;
+BEGIN
+    PERFORM fencepost._require_identity('assignee', p_assignee);
+    IF p_after IS NULL OR p_severity IS NULL OR p_to IS NULL OR cardinality(p_after) > 10
+       OR cardinality(p_after) <> cardinality(p_severity) OR cardinality(p_after) <> cardinality(p_to) THEN
+        PERFORM fencepost._refuse('ZF003', 'the escalation is not at most ten steps of interval, severity and assignee', 'escalate', NULL);
+    END IF;
+    FOR v_step IN 1 .. cardinality(p_after) LOOP
+        IF p_after[v_step] IS NULL OR p_after[v_step] <= coalesce(p_after[v_step - 1], interval '0')
+           OR p_after[v_step] > interval '3650 days' THEN
+            PERFORM fencepost._refuse('ZF003', 'escalation intervals do not grow, or are longer than ten years', 'escalate', NULL);
+        ELSIF p_severity[v_step] IS NULL OR p_severity[v_step] NOT IN ('normal', 'high', 'critical') THEN
+            PERFORM fencepost._refuse('ZF003', 'severity is not normal, high or critical', 'severity', NULL);
+        ELSIF p_to[v_step] IS NOT NULL THEN
+            PERFORM fencepost._require_identity('assignee', p_to[v_step]);
+        END IF;
+    END LOOP;
+    IF NOT EXISTS (SELECT FROM fencepost.job_class AS c WHERE c.class = p_class) THEN
+        PERFORM fencepost._refuse('ZF051', 'the class is not registered', 'class', 'register it first');
+    END IF;
+    UPDATE fencepost.job_class AS c SET assignee = p_assignee, escalate_after = p_after, escalate_severity = p_severity, escalate_to = p_to
+    WHERE c.class = p_class AND (c.assignee, c.escalate_after, c.escalate_severity, c.escalate_to)
+        IS DISTINCT FROM (p_assignee, p_after, p_severity, p_to);
+END $$;
+
+CREATE OR REPLACE FUNCTION fencepost._more_severe(p_one text, p_other text)
+RETURNS text LANGUAGE sql IMMUTABLE AS $$
+    SELECT r.s FROM unnest(ARRAY['critical', 'high', 'normal']) WITH ORDINALITY AS r (s, n)
+    WHERE r.s IN (p_one, p_other) ORDER BY r.n LIMIT 1
+$$;
+
+-- Takes every step that is due for unknown effects: severity only grows, the assignee may change, and nothing is resolved.
+-- Returns how many effects were escalated. Locks: gate, then effects, skipping what others hold.
+CREATE OR REPLACE FUNCTION fencepost.escalate_effects(p_limit integer)
+RETURNS integer LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_due record;
+    v_class fencepost.job_class;
+    v_step integer;
+    v_severity text;
+    v_assignee text;
+    v_count integer := 0;
+BEGIN
+    IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 10000 THEN
+        PERFORM fencepost._refuse('ZF003', 'limit is not between 1 and 10000', 'limit', NULL);
+    END IF;
+    PERFORM fencepost._enter();
+    FOR v_due IN
+        SELECT e.* FROM fencepost.effect AS e JOIN fencepost.job_class AS c ON c.class = e.class
+        WHERE e.state = 'unknown' AND e.escalations < cardinality(c.escalate_after)
+          AND e.unknown_since + c.escalate_after[e.escalations + 1] <= (SELECT clock_timestamp())
+        ORDER BY e.unknown_since, e.tenant, e.operation, e.effect_key LIMIT p_limit FOR NO KEY UPDATE OF e SKIP LOCKED
+    LOOP
+        SELECT c.* INTO STRICT v_class FROM fencepost.job_class AS c WHERE c.class = v_due.class;
+        v_step := v_due.escalations;
+        v_severity := v_due.severity;
+        v_assignee := v_due.assignee;
+        WHILE v_step < cardinality(v_class.escalate_after)
+              AND v_due.unknown_since + v_class.escalate_after[v_step + 1] <= clock_timestamp() LOOP
+            v_step := v_step + 1;
+            v_severity := fencepost._more_severe(v_severity, v_class.escalate_severity[v_step]);
+            v_assignee := coalesce(v_class.escalate_to[v_step], v_assignee);
+        END LOOP;
+        CONTINUE WHEN v_step = v_due.escalations;
+        UPDATE fencepost.effect AS e SET severity = v_severity, assignee = v_assignee, escalations = v_step
+        WHERE e.tenant = v_due.tenant AND e.operation = v_due.operation AND e.effect_key = v_due.effect_key;
+        PERFORM fencepost._assigned_event(v_due.tenant, v_due.operation, v_due.effect_key, 'escalated');
+        v_count := v_count + 1;
+    END LOOP;
+    RETURN v_count;
+END $$;
+
+-- Appends to an effect's history whose it is by now; its state and version stay.
+CREATE OR REPLACE FUNCTION fencepost._assigned_event(p_tenant text, p_operation text, p_effect_key text, p_reason text)
+RETURNS void LANGUAGE sql AS $$
+    INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, reason, version, severity, assignee)
+    SELECT e.tenant, e.operation, e.effect_key, e.effect_attempt, e.state, e.state, p_reason, e.version, e.severity, e.assignee
+    FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key
+$$;
+
+-- Gives an unknown effect to somebody, and another severity where one is given; its state and version stay.
+-- Locks: gate, effect.
+CREATE OR REPLACE FUNCTION fencepost.assign_effect(
+    p_tenant text, p_operation text, p_effect_key text, p_version integer, p_assignee text, p_severity text, p_decision_id uuid,
+    p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_effect fencepost.effect;
+    v_decision fencepost.decision;
+BEGIN
+    PERFORM fencepost._require_identity('assignee', p_assignee);
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    IF p_severity IS NOT NULL AND p_severity NOT IN ('normal', 'high', 'critical') THEN
+        PERFORM fencepost._refuse('ZF003', 'severity is not normal, high or critical', 'severity', NULL);
+    ELSIF p_decision_id IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'decision_id is null', 'decision_id', 'make a new UUID for every decision');
+    END IF;
+    v_decision.decision_id := p_decision_id;
+    v_decision.kind := 'assign';
+    v_decision.actor := p_actor;
+    v_decision.reason := p_reason;
+    v_decision.tenant := p_tenant;
+    v_decision.operation := p_operation;
+    v_decision.subject := p_effect_key;
+    v_decision.verdict := concat_ws(', ', p_assignee, p_severity);
+    v_decision.version := p_version;
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT e.* INTO v_effect FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF036', 'there is no such effect', 'effect_key', 'check tenant, operation and effect key');
+    ELSIF fencepost._decided(v_decision) THEN
+        RETURN;
+    ELSIF v_effect.state <> 'unknown' THEN
+        PERFORM fencepost._refuse('ZF036', 'the effect is ' || v_effect.state || ', not unknown', 'state', 'only an unknown effect is somebody''s');
+    ELSIF v_effect.version IS DISTINCT FROM p_version THEN
+        PERFORM fencepost._refuse('ZF035', 'the effect changed since it was looked at', 'version', 'look again: fencepost effects show');
+    END IF;
+    UPDATE fencepost.effect AS e SET assignee = p_assignee, severity = coalesce(p_severity, e.severity)
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    PERFORM fencepost._assigned_event(p_tenant, p_operation, p_effect_key, 'assigned');
+    PERFORM fencepost._decide(v_decision);
+END $$;
+
+
+-- effects/look_up.sql
+-- Leases unknown effects whose receipt may be looked up, each to one asker at a time: commit, then ask the provider.
+-- Contradicted effects are left to people. quiescent_ms: how long a negative answer will still be refused, 0 when it counts.
+-- Crash here: [L] between this commit and the answer: the lease ends, and somebody asks again.
+-- Locks: gate, then look-ups.
+CREATE OR REPLACE FUNCTION fencepost.take_lookups(p_classes text[], p_taken_by uuid, p_limit integer, p_lease interval)
+RETURNS TABLE (tenant text, operation text, effect_key text, class text, kind text, effect_attempt uuid, version integer,
+               asks integer, begun_at timestamptz, quiescent_ms bigint)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+BEGIN
+    IF p_taken_by IS NULL OR p_classes IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'taken_by or classes is null', 'taken_by', 'make a new UUID for every question');
+    ELSIF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'limit is not between 1 and 1000', 'limit', NULL);
+    ELSIF p_lease IS NULL OR p_lease NOT BETWEEN interval '0.1 second' AND interval '1 hour' THEN
+        PERFORM fencepost._refuse('ZF003', 'lease is not between 0.1 seconds and an hour', 'lease', NULL);
+    END IF;
+    PERFORM fencepost._enter();
+    RETURN QUERY
+    WITH due AS MATERIALIZED (
+        SELECT e.tenant, e.operation, e.effect_key, e.version
+        FROM fencepost.effect AS e
+        LEFT JOIN fencepost.lookup AS l
+          ON l.tenant = e.tenant AND l.operation = e.operation AND l.effect_key = e.effect_key
+        WHERE e.state = 'unknown' AND e.kind IN ('lookup', 'keyed') AND NOT e.contradicted AND e.class = ANY (p_classes)
+          AND (l.due_at IS NULL OR l.due_at <= (SELECT clock_timestamp()))
+        ORDER BY coalesce(l.due_at, e.unknown_since), e.tenant, e.operation, e.effect_key LIMIT p_limit
+    ), taken AS (
+        INSERT INTO fencepost.lookup AS l (tenant, operation, effect_key, version, taken_by, taken_at, due_at)
+        SELECT d.tenant, d.operation, d.effect_key, d.version, p_taken_by, clock_timestamp(), clock_timestamp() + p_lease FROM due AS d
+        ON CONFLICT (tenant, operation, effect_key) DO UPDATE SET version = excluded.version, taken_by = excluded.taken_by,
+            taken_at = excluded.taken_at, due_at = excluded.due_at,
+            asks = CASE WHEN l.version = excluded.version THEN l.asks + 1 ELSE 1 END
+        -- Invariant: somebody else may have taken it since it was looked at.
+        WHERE l.due_at <= clock_timestamp()
+        RETURNING l.*
+    )
+    SELECT e.tenant, e.operation, e.effect_key, e.class, e.kind, e.effect_attempt, e.version, t.asks, e.begun_at,
+           greatest(0, ceil(extract(epoch FROM e.quiescent_at - t.taken_at) * 1000))::bigint
+    FROM taken AS t
+    JOIN fencepost.effect AS e ON e.tenant = t.tenant AND e.operation = t.operation AND e.effect_key = t.effect_key;
+END $$;
+
+-- Settles an effect by what its look-up said, through reconcile, as an operator would. A negative answer counts only when
+-- the question was asked after the call could no longer be under way (ZF034): one asked before may have been overtaken.
+-- Locks: gate, job, effect, look-up.
+CREATE OR REPLACE FUNCTION fencepost.settle_lookup(
+    p_tenant text, p_operation text, p_effect_key text, p_taken_by uuid, p_version integer, p_verdict text, p_evidence_ref text,
+    p_receipt text, p_decision_id uuid, p_actor text)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_taken_at timestamptz;
+    v_quiescent_at timestamptz;
+    v_became text;
+BEGIN
+    PERFORM fencepost._enter();
+    SELECT l.taken_at, e.quiescent_at INTO v_taken_at, v_quiescent_at
+    FROM fencepost.lookup AS l
+    JOIN fencepost.effect AS e ON e.tenant = l.tenant AND e.operation = l.operation AND e.effect_key = l.effect_key
+    WHERE l.tenant = p_tenant AND l.operation = p_operation AND l.effect_key = p_effect_key AND l.taken_by = p_taken_by;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF033', 'the look-up was taken over by another worker', 'taken_by', 'leave the answer to it');
+    ELSIF p_verdict IS DISTINCT FROM 'applied' AND v_taken_at < v_quiescent_at THEN
+        PERFORM fencepost._refuse('ZF034', 'the call may still have been under way when the provider was asked', 'quiescent_at', 'ask again later');
+    END IF;
+    v_became := fencepost.reconcile(p_tenant, p_operation, p_effect_key, p_version, p_verdict, 'receipt_lookup', p_evidence_ref,
+        p_receipt, p_decision_id, p_actor, 'receipt looked up');
+    UPDATE fencepost.lookup AS l SET answer = p_verdict, answered_at = clock_timestamp(), due_at = clock_timestamp()
+    WHERE l.tenant = p_tenant AND l.operation = p_operation AND l.effect_key = p_effect_key AND l.taken_by = p_taken_by;
+    RETURN v_became;
+END $$;
+
+-- An answer that settles nothing: asked again after the delay. False when another worker has taken the question over.
+CREATE OR REPLACE FUNCTION fencepost.defer_lookup(
+    p_tenant text, p_operation text, p_effect_key text, p_taken_by uuid, p_answer text, p_delay interval)
+RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._require_identity('answer', p_answer);
+    IF p_delay IS NULL OR p_delay NOT BETWEEN interval '0' AND interval '2 days' THEN
+        PERFORM fencepost._refuse('ZF003', 'delay is not between 0 and two days', 'delay', NULL);
+    END IF;
+    UPDATE fencepost.lookup AS l SET answer = p_answer, answered_at = clock_timestamp(), due_at = clock_timestamp() + p_delay
+    WHERE l.tenant = p_tenant AND l.operation = p_operation AND l.effect_key = p_effect_key AND l.taken_by = p_taken_by;
+    RETURN FOUND;
+END $$;
+
+
+-- effects/present.sql
+-- Presents a begin that a runner's journal holds and that it does not know to have failed: what may have been dispatched
+-- is never taken for never begun. Returns
+--   known       this begin is in the effect's history: its own transitions settle it
+--   unknown     it was not, and the effect is unknown from here on: its job waits for evidence
+--   superseded  another begin of the effect is unknown or applied: kept as evidence, no state changes by it
+--   pending     another begin of the effect is under way: nothing is kept, present it again later
+--   no_job      there is no such job: this database has lost it, or is another one
+-- Takes authority away and gives none: needs the gate and an armed database, no fence.
+-- Crash here: [K5] after this commit and before the journal notes it: the next presentation finds it known.
+-- Locks: gate, job, effect; a begin that may still commit holds the job, so it is waited for (five seconds, 55P03).
+CREATE OR REPLACE FUNCTION fencepost.present_begin(
+    p_tenant text, p_operation text, p_class text, p_effect_key text, p_kind text, p_effect_attempt uuid, p_attempt uuid,
+    p_request_digest bytea)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_job fencepost.job;
+    v_effect fencepost.effect;
+    v_class text := p_class;
+    v_quiescent timestamptz;
+BEGIN
+    PERFORM fencepost._require_identity('effect_key', p_effect_key);
+    IF p_effect_attempt IS NULL OR p_attempt IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'effect_attempt or attempt is null', 'effect_attempt', NULL);
+    ELSIF p_request_digest IS NULL OR octet_length(p_request_digest) <> 32 THEN
+        PERFORM fencepost._refuse('ZF003', 'request_digest is not 32 bytes', 'request_digest', 'sha256 of the request');
+    ELSIF p_kind IS NULL OR p_kind NOT IN ('keyed', 'lookup', 'opaque') THEN
+        PERFORM fencepost._refuse('ZF003', 'kind is not keyed, lookup or opaque', 'kind', NULL);
+    END IF;
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    -- The effect's own class, where a job of another class has begun this key.
+    SELECT e.class INTO v_class FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    v_class := coalesce(v_class, p_class);
+    SELECT j.* INTO v_job FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        RETURN 'no_job';
+    END IF;
+    SELECT e.* INTO v_effect FROM fencepost.effect AS e
+    WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
+    IF v_effect.effect_attempt = p_effect_attempt OR EXISTS (
+        SELECT FROM fencepost.effect_event AS v
+        WHERE v.tenant = p_tenant AND v.operation = p_operation AND v.effect_key = p_effect_key
+          AND v.effect_attempt = p_effect_attempt) THEN
+        RETURN 'known';
+    ELSIF v_effect.state = 'pending' THEN
+        RETURN 'pending';
+    ELSIF v_effect.state IN ('unknown', 'success', 'resolved_applied') THEN
+        INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, reason, version)
+        VALUES (p_tenant, p_operation, p_effect_key, p_effect_attempt, v_effect.state, v_effect.state, 'journalled_begin',
+            v_effect.version);
+        RETURN 'superseded';
+    END IF;
+
+    v_quiescent := clock_timestamp() + coalesce(
+        (SELECT c.network_bound FROM fencepost.job_class AS c WHERE c.class = v_class), interval '30 s');
+    IF v_effect.state IS NULL THEN
+        INSERT INTO fencepost.effect (tenant, operation, effect_key, class, kind, state, effect_attempt, begun_by, request_digest,
+            dispatch_deadline, quiescent_at, reason)
+        VALUES (p_tenant, p_operation, p_effect_key, v_class, p_kind, 'unknown', p_effect_attempt, p_attempt, p_request_digest,
+            clock_timestamp(), v_quiescent, 'journalled_begin');
+    ELSE
+        -- "Failed before dispatch" and "not applied" were said of other begins.
+        UPDATE fencepost.effect AS e SET state = 'unknown', effect_attempt = p_effect_attempt, begun_by = p_attempt,
+            quiescent_at = greatest(e.quiescent_at, v_quiescent), decision_id = NULL, reason = 'journalled_begin',
+            version = e.version + 1, begins = e.begins + 1, changed_at = clock_timestamp()
+        WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
+    END IF;
+    PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, v_effect.state, 'journalled_begin');
+    UPDATE fencepost.job AS j SET open_effects = CASE j.exec WHEN 'done' THEN 0 ELSE j.open_effects + 1 END
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class
+    RETURNING j.* INTO v_job;
+    IF v_job.exec = 'running' THEN
+        PERFORM fencepost._leave(v_job, 'effect_unknown', 'journalled_begin', interval '0');
+    ELSIF v_job.exec NOT IN ('done', 'cancelled', 'blocked') THEN
+        UPDATE fencepost.job AS j SET exec = 'blocked', generation = j.generation + 1, reason = 'effect_unknown',
+            detail = 'journalled_begin', changed_at = clock_timestamp()
+        WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class;
+    END IF;
+    RETURN 'unknown';
+END $$;
+
+-- Which of these begins the database has no trace of; the arrays are read side by side.
+CREATE OR REPLACE FUNCTION fencepost.missing_begins(
+    p_tenants text[], p_operations text[], p_effect_keys text[], p_effect_attempts uuid[])
+RETURNS SETOF uuid LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT b.effect_attempt
+    FROM unnest(p_tenants, p_operations, p_effect_keys, p_effect_attempts) AS b (tenant, operation, effect_key, effect_attempt)
+    WHERE NOT EXISTS (SELECT FROM fencepost.effect AS e
+                      WHERE e.tenant = b.tenant AND e.operation = b.operation AND e.effect_key = b.effect_key
+                        AND e.effect_attempt = b.effect_attempt)
+      AND NOT EXISTS (SELECT FROM fencepost.effect_event AS v
+                      WHERE v.tenant = b.tenant AND v.operation = b.operation AND v.effect_key = b.effect_key
+                        AND v.effect_attempt = b.effect_attempt)
+$$;
+
+
 -- effects/reconcile.sql
 -- Settles an unknown effect by evidence: applied (with a receipt) or not_applied. "Not applied" is refused (ZF034)
 -- before the call can no longer be under way, unless the worker's end is attested or the same provider key is used again.
+-- The same decision again, word for word under its id, changes nothing and says the same.
 -- Locks: gate, job, effect.
 CREATE OR REPLACE FUNCTION fencepost.reconcile(
     p_tenant text, p_operation text, p_effect_key text, p_version integer, p_verdict text, p_evidence_kind text,
@@ -979,7 +1432,9 @@ RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_
 DECLARE
     v_job fencepost.job;
     v_effect fencepost.effect;
+    v_decision fencepost.decision;
     v_class text;
+    v_became text;
 BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
@@ -988,13 +1443,31 @@ BEGIN
     ELSIF p_evidence_kind IS NULL OR p_evidence_kind NOT IN ('receipt_lookup', 'provider_statement', 'termination_attested', 'operator') THEN
         PERFORM fencepost._refuse('ZF037', 'evidence_kind is not receipt_lookup, provider_statement, termination_attested or operator',
             'evidence_kind', NULL);
-    ELSIF p_evidence_ref IS NULL OR p_evidence_ref = '' THEN
+    ELSIF p_evidence_ref IS NULL OR btrim(p_evidence_ref) = '' THEN
         PERFORM fencepost._refuse('ZF037', 'evidence_ref is empty', 'evidence_ref', 'say where the evidence can be found');
-    ELSIF p_verdict = 'applied' AND (p_receipt IS NULL OR p_receipt = '') THEN
+    ELSIF length(p_evidence_ref) > 2000 THEN
+        PERFORM fencepost._refuse('ZF003', 'evidence_ref is longer than 2000 characters', 'evidence_ref', 'refer to the evidence, do not quote it');
+    ELSIF p_verdict = 'applied' AND (p_receipt IS NULL OR btrim(p_receipt) = '') THEN
         PERFORM fencepost._refuse('ZF037', 'applied needs the provider''s receipt', 'receipt', NULL);
+    ELSIF length(p_receipt) > 2000 THEN
+        PERFORM fencepost._refuse('ZF003', 'receipt is longer than 2000 characters', 'receipt', 'give the provider''s reference');
     ELSIF p_decision_id IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'decision_id is null', 'decision_id', 'make a new UUID for every decision');
     END IF;
+    v_became := CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END;
+    v_decision.decision_id := p_decision_id;
+    v_decision.kind := 'reconcile';
+    v_decision.actor := p_actor;
+    v_decision.reason := p_reason;
+    v_decision.tenant := p_tenant;
+    v_decision.operation := p_operation;
+    v_decision.subject := p_effect_key;
+    v_decision.verdict := p_verdict;
+    v_decision.version := p_version;
+    v_decision.evidence_kind := p_evidence_kind;
+    v_decision.evidence_ref := p_evidence_ref;
+    v_decision.receipt := CASE p_verdict WHEN 'applied' THEN p_receipt END;
+
     PERFORM fencepost._enter();
     PERFORM set_config('synchronous_commit', 'on', true);
     SELECT e.class INTO v_class FROM fencepost.effect AS e
@@ -1006,7 +1479,9 @@ BEGIN
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
     SELECT e.* INTO STRICT v_effect FROM fencepost.effect AS e
     WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key FOR UPDATE;
-    IF v_effect.state <> 'unknown' THEN
+    IF fencepost._decided(v_decision) THEN
+        RETURN v_became;
+    ELSIF v_effect.state <> 'unknown' THEN
         PERFORM fencepost._refuse('ZF036', 'the effect is ' || v_effect.state || ', not unknown', 'state',
             'only an unknown effect is reconciled; a pending one becomes unknown at its deadline');
     ELSIF v_effect.version IS DISTINCT FROM p_version THEN
@@ -1016,15 +1491,13 @@ BEGIN
         PERFORM fencepost._refuse('ZF034', 'the call may still be under way', 'quiescent_at',
             'decide after ' || to_char(v_effect.quiescent_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC, or attest that the worker ended');
     END IF;
-    UPDATE fencepost.effect AS e SET state = CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END,
-        receipt = CASE p_verdict WHEN 'applied' THEN p_receipt ELSE NULL END, decision_id = p_decision_id, reason = NULL,
+    UPDATE fencepost.effect AS e SET state = v_became, receipt = v_decision.receipt, decision_id = p_decision_id, reason = NULL,
         version = e.version + 1, changed_at = clock_timestamp()
     WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
     PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, 'unknown', p_reason);
-    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict, evidence_kind, evidence_ref)
-    VALUES (p_decision_id, 'reconcile', p_actor, p_reason, p_tenant, p_operation, p_effect_key, p_verdict, p_evidence_kind, p_evidence_ref);
+    PERFORM fencepost._decide(v_decision);
     PERFORM fencepost._settle(v_job, CASE p_verdict WHEN 'applied' THEN 1 ELSE 0 END);
-    RETURN CASE p_verdict WHEN 'applied' THEN 'resolved_applied' ELSE 'resolved_not_applied' END;
+    RETURN v_became;
 END $$;
 
 
@@ -1158,6 +1631,12 @@ BEGIN
         v_outcome := 'unknown';
     END IF;
     IF p_outcome = 'success' AND v_effect.state IN ('success', 'resolved_applied') THEN
+        IF v_effect.receipt <> p_receipt THEN
+            -- Late evidence is always kept; it agrees that the effect happened, so nothing else changes.
+            INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, receipt, reason, version)
+            VALUES (p_tenant, p_operation, p_effect_key, p_effect_attempt, v_effect.state, v_effect.state, p_receipt,
+                'another_receipt', v_effect.version);
+        END IF;
         RETURN v_effect.state;
     ELSIF p_outcome = 'success' AND v_effect.state IN ('failed_before_dispatch', 'resolved_not_applied') THEN
         PERFORM fencepost._dispute(v_effect, p_receipt, p_result);
