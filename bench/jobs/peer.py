@@ -59,10 +59,10 @@ class PgQueuer:
 
         made: Any = Peer(AsyncpgDriver(await self.connection()))
 
-        @made.entrypoint("noop")
         async def noop(job: Any) -> None:
             on_start(float(job.payload))
 
+        made.entrypoint("noop")(noop)
         mode: dict[str, Any] = {"mode": QueueExecutionMode.drain} if drain else {}
         await made.qm.run(batch_size=PGQUEUER_BATCH, **mode)
 
@@ -79,11 +79,10 @@ class Procrastinate:
         self.on_start: Callable[[float], None] = lambda at: None
         self.dsn = dsn
 
-        @self.app.task(name="noop")
         async def noop(at: float) -> None:
             self.on_start(at)
 
-        self.noop = noop
+        self.noop: Any = self.app.task(name="noop")(noop)
 
     async def install(self) -> None:
         await self.app.open_async()

@@ -23,6 +23,9 @@ from support.jobs import CLASS, Background, Conn, begun, claimed, column, expire
 from support.processes import wait_for
 from support.workers import becomes, quick, running
 
+SUBMIT_MANY = """
+SELECT count(fencepost.submit('t', %(name)s || '-' || n, %(class)s, '{}', 'jcs-sha256:' || encode(sha256('{}'), 'hex')))
+FROM generate_series(1, %(count)s) AS n"""
 OTHERS = ("cancelled", "expired", "superseded", "effect", "generation", "attempt", "owner", "epoch")
 
 
@@ -30,7 +33,7 @@ def test_a_batch_completes_what_is_current_and_refuses_each_stale_item_alone(dat
     with database.connect(autocommit=True) as conn:
         for operation in ("first", *OTHERS, "last"):
             given(conn, operation)
-        jobs = {job.operation: job.fence for job in claim(conn, "w", [CLASS], 100)}
+        jobs = {str(job.operation): job.fence for job in claim(conn, "w", [CLASS], 100)}
         cancel(conn, "t", "cancelled", CLASS, actor="ann", reason="no more")
         expire(conn, "superseded")
         claimed(conn, "superseded", owner="w")
@@ -72,16 +75,16 @@ def test_a_batch_refuses_as_a_single_completion_does(database18: Database) -> No
     with database18.connect(autocommit=True) as conn:
         given(conn)
         given(conn, "open")
-        jobs = {job.operation: job.fence for job in claim(conn, "w", [CLASS], 10)}
-        begun(conn, jobs[OperationId("open")])
-        for f in (replace(jobs[OperationId("op-1")], owner=Owner("v")), jobs[OperationId("open")]):
+        jobs = {str(job.operation): job.fence for job in claim(conn, "w", [CLASS], 10)}
+        begun(conn, jobs["open"])
+        for f in (replace(jobs["op-1"], owner=Owner("v")), jobs["open"]):
             with pytest.raises((StaleFence, EffectOpen)) as single:
                 complete(conn, f)
             batched = complete_many(conn, [f])[0]
             assert (type(batched), batched.hint) == (type(single.value), single.value.hint)
             assert batched.field == single.value.field
         with pytest.raises(InvalidInput):
-            complete_many(conn, [jobs[OperationId("open")]] * 1001)
+            complete_many(conn, [jobs["open"]] * 1001)
         assert complete_many(conn, []) == {}
 
 
@@ -89,11 +92,11 @@ def test_a_disarmed_database_completes_no_batch(database18: Database) -> None:
     with database18.connect(autocommit=True) as conn:
         given(conn)
         given(conn, "control")
-        jobs = {job.operation: job.fence for job in claim(conn, "w", [CLASS], 10)}
-        assert complete_many(conn, [jobs[OperationId("control")]]) == {}
+        jobs = {str(job.operation): job.fence for job in claim(conn, "w", [CLASS], 10)}
+        assert complete_many(conn, [jobs["control"]]) == {}
         conn.execute("DELETE FROM fencepost.ticket")
         with pytest.raises(NotArmed):
-            complete_many(conn, [jobs[OperationId("op-1")]])
+            complete_many(conn, [jobs["op-1"]])
         assert show(conn) == "running"
 
 
@@ -151,9 +154,7 @@ def test_handlers_that_end_together_are_completed_together_and_a_stale_one_holds
 
 def work(conn: Conn, count: int, name: str, hint: str | None = None) -> list[Job]:
     """So many jobs, submitted, claimed and completed."""
-    with conn.transaction():
-        for number in range(count):
-            submit(conn, CLASS, tenant="t", operation=f"{name}-{number}", args={"n": number})
+    conn.execute(SUBMIT_MANY, {"count": count, "name": name, "class": CLASS})
     jobs: list[Job] = []
     while batch := claim(conn, "w", [CLASS], 1000, hint):
         assert complete_many(conn, [job.fence for job in batch]) == {}
@@ -176,7 +177,11 @@ def moved(conn: Conn, hint: str | None = None) -> str:
 
 
 def blocks(conn: Conn, hint: str | None) -> int:
-    """The blocks that a claim touches; it is taken back."""
+    """The blocks that a claim touches, plans apart; it is taken back."""
+    return min(_blocks(conn, hint) for _ in range(3))
+
+
+def _blocks(conn: Conn, hint: str | None) -> int:
     with conn.transaction(force_rollback=True):
         row = conn.execute(
             "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) SELECT * FROM fencepost.claim('w', %(c)s, 4, %(h)s::jsonb)",
@@ -188,14 +193,14 @@ def blocks(conn: Conn, hint: str | None) -> int:
 
 
 def test_no_claim_walks_over_what_is_used_up_while_a_snapshot_is_held(database18: Database) -> None:
-    """Counted in blocks: with the hint a claim costs the same after 3,000 jobs as after 300, without it ever more."""
+    """Counted in blocks: with the hint a claim costs the same after 8,000 jobs as after 300, without it ever more."""
     with two(database18) as (conn, holder):
         given(conn)
         work(conn, 1, "warm")
         holder.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         holder.execute("SELECT pg_current_snapshot()")
         costs: list[tuple[int, int]] = []
-        for count in (300, 2_700):
+        for count in (300, 7_700):
             assert len(work(conn, count, f"n{count}")) == count
             # The pointers to the leases are used up as well, once those would have ended and a claim has seen it.
             conn.execute("UPDATE fencepost.agenda SET due = clock_timestamp()")
@@ -207,8 +212,8 @@ def test_no_claim_walks_over_what_is_used_up_while_a_snapshot_is_held(database18
             claimed(conn, f"last-{count}")
             cancel(conn, "t", f"last-{count}", CLASS, actor="ann", reason="done")
         (few, few_without), (many, many_without) = costs
-        assert many < few + 50, costs
-        assert many_without > few_without + 1000, "the control: without the hint dead pointers are walked over"
+        assert many < few + 40, costs
+        assert many_without > few_without + 150, f"the control, which walks over dead pointers: {costs}"
 
 
 def test_a_hint_hides_nothing_that_was_written_before_it_and_committed_after(database18: Database) -> None:
