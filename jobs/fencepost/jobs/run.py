@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from psycopg import Connection
+
 from fencepost.jobs.claim import Job, JobClassPolicy
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import Reconciliation

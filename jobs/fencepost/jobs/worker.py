@@ -196,9 +196,7 @@ class Worker:
             raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
-            run = Run(
-                dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep, journal=kept
-            )
+            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep, journal=kept)
             run.start()
             try:
                 self._work(run, dsn, stopping, patience)
