@@ -16,6 +16,7 @@ LOG_LINES = 15
 LOG_BYTES = 16_384
 POLL_SECONDS = 0.05
 STOPPED_SECONDS = 0.002
+ENDED_SECONDS = 0.01
 
 
 class Unavailable(RuntimeError):
@@ -119,17 +120,20 @@ class Process:
         return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (the log is empty)"
 
     def stop(self, number: signal.Signals | None = None, within: float = 20.0) -> None:
-        """Asks the process to end, waits `within` seconds, then kills its group. Nothing to do when it has ended."""
+        """Asks the process to end, waits `within` seconds, then kills what is left of its group. Nothing to do when all has ended."""
         child = self._child
         if child is None:
             return
         if child.poll() is None:
             self._signal_group(signal.SIGCONT)
             os.kill(child.pid, self._stop_signal if number is None else number)
-            try:
-                child.wait(timeout=within)
-            except subprocess.TimeoutExpired:
-                self._signal_group(signal.SIGKILL)
+            deadline = time.monotonic() + within
+            # Seen, but not yet taken: until then the number is that of our group and of nobody else's.
+            while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(ENDED_SECONDS)
+            os.killpg(child.pid, signal.SIGKILL)
         self._reap(child)
 
     def kill(self) -> None:

@@ -20,7 +20,7 @@ mine = importlib.import_module(sys.argv[1])
 consumer = Consumer(
     {
         "bootstrap.servers": os.environ.get("KAFKA", "localhost:9092"),
-        "group.id": "report-analysis",
+        "group.id": os.environ.get("GROUP", "report-analysis"),
         "enable.auto.commit": False,
         "auto.offset.reset": "earliest",
     }

@@ -16,7 +16,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 from psycopg import AsyncConnection, Connection
 
 from fencepost.consumer import acts
@@ -52,9 +52,16 @@ def keyed(operation: str, key: str) -> Envelope:
 def committed(kafka: Kafka, group: str, topic: str, partition: int = 0) -> int:
     """The offset that the broker has for the group; 0 where there is none."""
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group, "log_level": 0})
+
+    def ask() -> list[int] | None:
+        try:
+            (found,) = consumer.committed([TopicPartition(topic, partition)], timeout=DEADLINE_SECONDS)
+        except KafkaException:  # A new group has no coordinator yet, and a broker that has just started knows none.
+            return None
+        return [max(found.offset, 0)]
+
     try:
-        (found,) = consumer.committed([TopicPartition(topic, partition)], timeout=DEADLINE_SECONDS)
-        return max(found.offset, 0)
+        return wait_for(ask, DEADLINE_SECONDS, "the coordinator")[0]
     finally:
         consumer.close()
 

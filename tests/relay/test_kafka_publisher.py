@@ -17,8 +17,9 @@ from conformance.harness import SOURCE, answers, event, send, send_until_confirm
 from conformance.on_kafka import DELIVERY_SECONDS, OnKafka
 from fencepost.relay import kafka_topics
 from fencepost.relay.kafka import KafkaPublisher
+from fencepost.relay.kafka_client import Client
 from fencepost.relay.kafka_topics import Topics
-from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, ParkReason, Route
+from fencepost.relay.publisher import CONFIRMED, Answer, Outcome, Outgoing, ParkReason, Route
 from fencepost.schemas.errors import ConfigError
 from support.processes import wait_for
 from support.services import Kafka, Services, TopicAdmin, unique
@@ -208,22 +209,31 @@ def test_what_follows_an_event_that_died_with_its_producer_does_not_overtake_it_
     kafka: Kafka, on: OnKafka
 ) -> None:
     route = on.destination()
-    # A long linger: the first event is still in the producer when that one dies, so the broker never sees this copy.
-    slow = KafkaPublisher(kafka.bootstrap, source=SOURCE, delivery_timeout=8, options={"linger.ms": "4000"})
+    # A linger longer than the test: only what is flushed leaves this producer, so the broker never sees the copy in it.
+    slow = KafkaPublisher(kafka.bootstrap, source=SOURCE, delivery_timeout=60, options={"linger.ms": "50000"})
     with opened(slow) as publisher:
-        assert send(publisher, [event(route, 1)]) == [CONFIRMED]  # the allowed control
-        first = publisher.send([event(route, 2)], time.monotonic() + 20)
-        client = publisher._clients.current  # pyright: ignore[reportPrivateUsage]
-        assert client is not None
-        wait_for(lambda: len(client.producer) == 1, 5, "the first event is in the producer")
-        publisher._clients.failed(client, KafkaError(KafkaError._FATAL))  # pyright: ignore[reportPrivateUsage]
-        second = publisher.send([event(route, 3)], time.monotonic() + 20)
-        other = publisher.send([event(route, 4, "other")], time.monotonic() + 20)
+        clients = publisher._clients  # pyright: ignore[reportPrivateUsage]
+
+        def held(outgoing: Outgoing) -> tuple[Client, Future[list[Outcome]]]:
+            future = publisher.send([outgoing], time.monotonic() + 80)
+            client = clients.current
+            assert client is not None
+            wait_for(lambda: len(client.producer) == 1, 20, "the event is in the producer")
+            return client, future
+
+        client, control = held(event(route, 1))
+        client.producer.flush(20)
+        assert control.result(timeout=21) == [CONFIRMED]  # the allowed control
+        client, first = held(event(route, 2))
+        clients._configuration["linger.ms"] = "5"  # pyright: ignore[reportPrivateUsage] - of the next producer
+        clients.failed(client, KafkaError(KafkaError._FATAL))  # pyright: ignore[reportPrivateUsage]
+        second = publisher.send([event(route, 3)], time.monotonic() + 80)
+        other = publisher.send([event(route, 4, "other")], time.monotonic() + 80)
 
         assert answers(first.result(timeout=21)) == [Answer.UNKNOWN]
         assert answers(second.result(timeout=21)) == [Answer.WITHHELD]
         assert answers(other.result(timeout=21)) == [Answer.CONFIRMED]
-        assert send(publisher, [event(route, 2), event(route, 3)]) == [CONFIRMED] * 2
+        assert send(publisher, [event(route, 2), event(route, 3)], 80) == [CONFIRMED] * 2
     assert [one.envelope.sequence for one in on.read(route, 4) if one.envelope.ordering_key == "k"] == [1, 2, 3]
 
 

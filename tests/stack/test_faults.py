@@ -80,6 +80,8 @@ for _ in range(8):
             assert running_threads(busy.pid) == []
             busy.resume()
             wait_for(lambda: len(running_threads(busy.pid)) == 18, 20, "all to go on")
+        group = busy.pid
+    wait_for(lambda: not running_threads(group), 20, "the forked process to end with the service")
 
 
 def test_a_service_that_does_not_start_says_why_with_its_log(tmp_path: Path) -> None:

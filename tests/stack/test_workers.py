@@ -34,6 +34,11 @@ def test_endless(pg18):
     (FOLDER / f"new-{os.getpid()}").rename(FOLDER / f"running-{os.getpid()}")
     time.sleep(120)
 """
+PYTEST = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs in the background may have inherited deaf ears
+sys.exit(pytest.main())
+"""
 NOTHING = "def test_nothing(): pass"
 NO_RABBITMQ = "RabbitMQ: not found; as root on Debian run compose/install"
 
@@ -49,9 +54,16 @@ def session(tmp_path: Path) -> Callable[..., Child]:
         given = {name: "" for name in os.environ if name.startswith("FENCEPOST_TEST_")}
         paths = f"{TESTS}:{places.COMPOSE}:{os.environ.get('PYTHONPATH', '')}"
         return Child(
-            ["-m", "pytest", "-p", "no:cacheprovider", *arguments, str(tmp_path)],
+            ["-c", PYTEST, "-p", "xdist", "-p", "no:cacheprovider", *arguments, str(tmp_path)],
             output=tmp_path / "output",
-            env={**given, "CI": "", "FENCEPOST_NO_STACK": "1", "PYTHONPATH": paths, **env},
+            env={
+                **given,
+                "CI": "",
+                "FENCEPOST_NO_STACK": "1",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                "PYTHONPATH": paths,
+                **env,
+            },
         )
 
     return made

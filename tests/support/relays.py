@@ -26,6 +26,8 @@ BRISK = Pace(
     lease=4.0, refresh=0.1, confirm=1.0, poll_min=0.002, poll_max=0.02, drain=2.0, retry=RetryPolicy(base=0.05, cap=0.1)
 )
 EVERYTHING = (Route("*", "anywhere"),)
+# No promise of ours: how long a test waits for a state before it gives up, on a machine that does other things as well.
+WITHIN_SECONDS = 60.0
 AGED: LiteralString = """
 UPDATE fencepost.relay SET lease_until = clock_timestamp() - interval '1 ms' WHERE owner = %(owner)s"""
 
@@ -124,12 +126,12 @@ def value(conn: psycopg.Connection[Any], query: LiteralString) -> Any:
     return row[0]
 
 
-def until(conn: psycopg.Connection[Any], query: LiteralString, within: float = 20.0) -> None:
+def until(conn: psycopg.Connection[Any], query: LiteralString, within: float = WITHIN_SECONDS) -> None:
     """Waits until the query's only value is true."""
     wait_for(lambda: value(conn, query) is True, within, query)
 
 
-def arrived(found: Callable[[], Sequence[str]], count: int, within: float = 20.0) -> list[str]:
+def arrived(found: Callable[[], Sequence[str]], count: int, within: float = WITHIN_SECONDS) -> list[str]:
     """What has arrived, once there are this many."""
     return wait_for(lambda: list(found()) if len(found()) >= count else None, within, f"{count} arrivals")
 
