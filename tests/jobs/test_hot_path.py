@@ -113,7 +113,7 @@ def test_a_lease_that_ends_while_a_batch_waits_for_a_row_is_refused(database18: 
             "UPDATE fencepost.job SET lease_until = clock_timestamp() - interval '1 ms' WHERE operation = 'ends'"
         )
         manual.commit()
-        refused = late.outcome()
+        refused: dict[int, StaleFence | EffectOpen] = late.outcome()
         assert {fences[index].operation: error.field for index, error in refused.items()} == {"ends": "lease"}
         assert (show(auto, "ends"), show(auto, "lasts")) == ("running", "done")
 
