@@ -10,10 +10,13 @@ from uuid import uuid4
 
 import pytest
 
-from fencepost.jobs.cancel import cancel
+from fencepost.jobs import effects
+from fencepost.jobs.cancel import cancel, requeue
 from fencepost.jobs.claim import Job, claim, marks
 from fencepost.jobs.context import AsyncContext
+from fencepost.jobs.fail import fail, release
 from fencepost.jobs.fence import complete, complete_many
+from fencepost.jobs.renew import renew
 from fencepost.jobs.submit import submit
 from fencepost.jobs.worker import Worker
 from fencepost.schemas.errors import EffectOpen, InvalidInput, NotArmed, StaleFence
@@ -113,7 +116,7 @@ def test_a_lease_that_ends_while_a_batch_waits_for_a_row_is_refused(database18: 
             "UPDATE fencepost.job SET lease_until = clock_timestamp() - interval '1 ms' WHERE operation = 'ends'"
         )
         manual.commit()
-        refused = late.outcome()
+        refused: dict[int, StaleFence | EffectOpen] = late.outcome()
         assert {fences[index].operation: error.field for index, error in refused.items()} == {"ends": "lease"}
         assert (show(auto, "ends"), show(auto, "lasts")) == ("running", "done")
 
@@ -274,3 +277,55 @@ def test_pointers_that_fit_no_job_any_more_are_removed(database18: Database) -> 
         moved(conn)
         assert pointers().fetchall() == [("anew", True), ("kept", False)]
         assert [job.operation for job in claim(conn, "w", [CLASS], 10)] == ["kept"]
+
+
+UNPOINTED = """
+SELECT count(*) FROM fencepost.job AS j
+WHERE j.exec IN ('queued', 'running') AND NOT EXISTS (
+    SELECT FROM fencepost.agenda AS a
+    WHERE a.tenant = j.tenant AND a.operation = j.operation AND a.class = j.class AND a.generation = j.generation
+      AND CASE j.exec WHEN 'queued' THEN a.priority = j.priority AND a.due <= greatest(j.run_at, clock_timestamp())
+                      ELSE a.priority = 2147483647 AND a.due <= greatest(j.lease_until, clock_timestamp()) END)"""
+
+
+def test_whatever_makes_a_job_queued_or_running_the_agenda_points_to_it(database18: Database) -> None:
+    """A job without a pointer would never run again."""
+    with database18.connect(autocommit=True) as conn:
+
+        def pointed(state: str, operation: str = "op-1") -> None:
+            assert (show(conn, operation), conn.execute(UNPOINTED).fetchone()) == (state, (0,))
+
+        given(conn, max_attempts=2)
+        pointed("queued")
+        f = claimed(conn).fence
+        pointed("running")
+        assert release(conn, f) == "queued"
+        pointed("queued")
+        assert fail(conn, claimed(conn).fence, "handler_raised", delay=timedelta(hours=1)) == "queued"
+        pointed("queued")
+        conn.execute("UPDATE fencepost.job SET run_at = clock_timestamp()")
+        f = claimed(conn).fence
+        renew(conn, f)
+        pointed("running")
+        # Behind the end of the lease that the claim had set, the pointer moves on to the one that was renewed.
+        conn.execute("UPDATE fencepost.agenda SET due = clock_timestamp()")
+        assert claim(conn, "w", [CLASS], 10) == []
+        pointed("running")
+        expire(conn)
+        assert claim(conn, "w", [CLASS], 10) == []
+        assert show(conn) == "poison"
+        requeue(conn, "t", "op-1", CLASS, actor="ann", reason="fixed")
+        pointed("queued")
+        f = claimed(conn).fence
+        attempt = begun(conn, f)
+        pointed("running")
+        expire(conn)
+        assert claim(conn, "w", [CLASS], 10) == []
+        assert show(conn) == "blocked"
+        effects.record(conn, f, "e1", attempt, "success", receipt="r-1")
+        pointed("queued")
+        assert claimed(conn).mode == "finish"
+        pointed("running")
+        # The control: what nothing points to is not found.
+        conn.execute("DELETE FROM fencepost.agenda")
+        assert conn.execute(UNPOINTED).fetchone() == (1,)
