@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
@@ -35,7 +36,7 @@ KINDS: tuple[on.Kind, ...] = ("opaque", "opaque", "keyed")
 VERDICTS: tuple[on.Verdict, ...] = ("applied", "not_applied", "not_applied")
 OUTCOMES: tuple[on.Outcome, ...] = ("success", "success", "failed_before_dispatch", "unknown")
 CODES = ("001", "010", "020", "021", "030", "031", "032", "033", "034", "035", "036")
-BY = {"actor": "ann", "reason": "looked"}
+BY: dict[str, Any] = {"actor": "ann", "reason": "looked"}
 
 LOOK = """SELECT j.exec, j.mode, j.generation, j.attempts, j.finishes, j.attempt, j.owner, j.epoch, j.open_effects, j.applied_effects,
     e.effect_key, e.state, e.effect_attempt, e.begun_by, e.quiescent_at <= clock_timestamp(), e.contradicted, e.begins, e.version
