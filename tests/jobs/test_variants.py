@@ -378,15 +378,16 @@ def test_f34_a_receipt_on_record_is_overruled_by_no_worker(database18: Database)
 
 def test_f35_settling_an_effect_gives_no_attempt_beyond_the_budget(database18: Database) -> None:
     with workers(database18) as (a, b):
+        classes = {"control": "report.control", "op-1": CLASS}
         for operation, budget in (("control", 2), ("op-1", 1)):
-            given(a, operation, job_class=operation, max_attempts=budget)
-            first = claimed(a, operation, job_class=operation).fence
+            given(a, operation, job_class=classes[operation], max_attempts=budget)
+            first = claimed(a, operation, job_class=classes[operation]).fence
             attempt = begun(a, first)
             expire(a, operation)
-            assert claim(b, "worker-a", [operation], 9) == []
+            assert claim(b, "worker-a", [classes[operation]], 9) == []
             effects.record(a, first, "e1", attempt, "failed_before_dispatch")
-        assert show(b, "control", job_class="control") == "queued"
-        assert (show(b, job_class="op-1"), column(b, "reason")) == ("poison", "attempts_exhausted")
-        assert claim(b, "worker-a", ["op-1"], 9) == []
-        requeue(b, "t", "op-1", "op-1", **BY)
-        claimed(b, job_class="op-1")
+        assert show(b, "control", job_class=classes["control"]) == "queued"
+        assert (show(b), column(b, "reason")) == ("poison", "attempts_exhausted")
+        assert claim(b, "worker-a", [CLASS], 9) == []
+        requeue(b, "t", "op-1", CLASS, **BY)
+        claimed(b)

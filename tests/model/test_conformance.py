@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
@@ -33,9 +34,9 @@ FORGED = 999
 POLICIES: tuple[on.Policy, ...] = ("strict", "strict", "resumable")
 KINDS: tuple[on.Kind, ...] = ("opaque", "opaque", "keyed")
 VERDICTS: tuple[on.Verdict, ...] = ("applied", "not_applied", "not_applied")
-OUTCOMES: tuple[on.Outcome, ...] = ("success", "failed_before_dispatch", "unknown")
+OUTCOMES: tuple[on.Outcome, ...] = ("success", "success", "failed_before_dispatch", "unknown")
 CODES = ("001", "010", "020", "021", "030", "031", "032", "033", "034", "035", "036")
-BY = {"actor": "ann", "reason": "looked"}
+BY: dict[str, Any] = {"actor": "ann", "reason": "looked"}
 
 LOOK = """SELECT j.exec, j.mode, j.generation, j.attempts, j.finishes, j.attempt, j.owner, j.epoch, j.open_effects, j.applied_effects,
     e.effect_key, e.state, e.effect_attempt, e.begun_by, e.quiescent_at <= clock_timestamp(), e.contradicted, e.begins, e.version
@@ -191,7 +192,7 @@ class Pair:
         if chosen is None:
             return
         grant, held = chosen
-        match self.rng.choices(("renew", "begin", "publish", "fail", "final", "give back"), (2, 12, 2, 2, 1, 1))[0]:
+        match self.rng.choices(("renew", "begin", "publish", "fail", "final", "give back"), (2, 12, 2, 3, 1, 1))[0]:
             case "renew":
                 self.both(on.Renew(grant), lambda: renew(self.conn, held))
             case "begin":
@@ -206,7 +207,7 @@ class Pair:
                 self.both(on.GiveBack(grant), lambda: release(self.conn, held))
 
     def begin(self, grant: Grant, held: Fence) -> None:
-        key, number = self.rng.choices(range(len(self.state.effects)), (3, 1))[0], self.number()
+        key, number = self.rng.choices(range(len(self.state.effects)), (2, 1))[0], self.number()
         kind, name, begins = self.state.effects[key].kind, f"e{key + 1}", self.state.effects[key].begins
         digest, attempt = effects.request_digest({"key": name}), self.uuid(number)
         self.both(
@@ -238,7 +239,8 @@ class Pair:
         )
 
     def decide(self) -> None:
-        key = self.rng.choices(range(len(self.state.effects)), (3, 1))[0]
+        unknown = [key for key, effect in enumerate(self.state.effects) if effect.state == "unknown"]
+        key = self.rng.choice(unknown if unknown and self.rng.random() < 0.9 else range(len(self.state.effects)))
         version = self.state.effects[key].version - (self.rng.random() < 0.1)
         verdict = self.rng.choice(VERDICTS)
         attested = self.rng.random() < 0.3
@@ -309,8 +311,13 @@ class Pair:
         """One event of some kind."""
         if self.rng.random() < 0.3:
             self.arm()
-        kinds = (self.poll, self.by_grant, self.record, self.decide, self.people, self.passing)
-        self.rng.choices(kinds, (4, 6, 4, 3, 1, 3))[0]()
+        job = self.state.job
+        likely = {"queued": self.poll, "running": self.by_grant, "blocked": self.decide}.get(job.exec if job else "")
+        if likely is not None and self.rng.random() < 0.4:
+            likely()
+        else:
+            kinds = (self.poll, self.by_grant, self.record, self.decide, self.people, self.passing)
+            self.rng.choices(kinds, (3, 5, 5, 3, 1, 4))[0]()
 
 
 def drive(conn: Conn, database: Database, seed: int, seen: set[str], off: frozenset[Guard] = frozenset()) -> None:

@@ -18,6 +18,7 @@ from fencepost.jobs.states import (
     Action,
     Authority,
     Effect,
+    EffectState,
     Event,
     Exec,
     Grant,
@@ -121,7 +122,7 @@ def _effect(s: State, key: int, effect: Effect) -> State:
 
 def _forget(s: State, key: int, off: Off = NONE) -> State:
     """Nobody knows any more what became of a pending effect."""
-    become = "failed_before_dispatch" if Guard.LEAVE_UNKNOWN in off else "unknown"
+    become: EffectState = "failed_before_dispatch" if Guard.LEAVE_UNKNOWN in off else "unknown"
     return _effect(s, key, replace(s.effects[key], state=become))
 
 
@@ -143,7 +144,7 @@ def _leave(s: State, job: Job, off: Off) -> Step:
     for key, effect in enumerate(s.effects):
         if effect.state == "pending":
             s = _forget(s, key, off)
-    become = "blocked" if s.open_effects else _due(s, job)
+    become: Exec = "blocked" if s.open_effects else _due(s, job)
     return replace(s, job=_gone(job, become)), (on.Told(become),)
 
 
@@ -151,7 +152,7 @@ def _settle(s: State, off: Off) -> State:
     """A blocked job goes on once its last open effect is settled."""
     job = _job(s)
     if job.exec == "blocked" and not s.open_effects:
-        become = "queued" if Guard.SETTLE_BUDGET in off else _due(s, job)
+        become: Exec = "queued" if Guard.SETTLE_BUDGET in off else _due(s, job)
         return replace(s, job=replace(job, exec=become))
     return s
 
@@ -396,7 +397,7 @@ def _reconcile(s: State, event: on.Reconcile, off: Off) -> Step:
     over = effect.quiescent or event.attested or effect.kind == "keyed"
     if event.verdict == "not_applied" and not over and Guard.QUIESCENCE not in off:
         _refuse("ZF034", "quiescent_at")
-    become = "resolved_applied" if event.verdict == "applied" else "resolved_not_applied"
+    become: EffectState = "resolved_applied" if event.verdict == "applied" else "resolved_not_applied"
     s = _settle(_effect(s, key, replace(effect, state=become, disputed=False, escalated=False)), off)
     return s, (on.Told(become),)
 
