@@ -125,8 +125,12 @@ def test_a_last_record_with_a_sector_that_was_not_written_is_torn_and_one_withou
     made.close()
     sector = (before // 512 + 2) * 512
     assert sector + 512 < len(data)
-    for until, kind in ((sector + 512, "torn"), (sector + 511, "corrupt")):
-        spoilt = bytes(data[:sector]) + bytes(until - sector) + bytes(data[until:])
+    for until, behind, kind in (
+        (sector + 512, b"", "torn"),
+        (sector + 511, b"", "corrupt"),
+        (sector + 512, b"another record", "corrupt"),
+    ):
+        spoilt = bytes(data[:sector]) + bytes(until - sector) + bytes(data[until:]) + behind
         damage = scan(image(tmp_path / "spoilt", spoilt)).damage
         assert damage is not None and (damage.kind, damage.offset) == (kind, before)
 

@@ -6,13 +6,21 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
 from fencepost.jobs.journal_disk import Disk, Lock
-from fencepost.jobs.journal_records import NotBegun
+from fencepost.jobs.journal_records import Begin, NotBegun, Outcome
 from fencepost.jobs.journal_writer import Writer
-from fencepost.schemas.errors import ConfigError, InvalidInput, JournalInUse, JournalTorn, JournalUnusable
+from fencepost.schemas.errors import (
+    ConfigError,
+    InvalidInput,
+    JournalCorrupt,
+    JournalInUse,
+    JournalTorn,
+    JournalUnusable,
+)
 from support.journals import BROKEN, FULL, HERE, Faulty, fact, facts, read, writer
 from support.processes import Child
 from support.workers import CHILD_PATH
@@ -80,6 +88,7 @@ for half in (False, True):
         made.close()
         report, records = read(folder)
         assert report.damage is None and facts(records) == [*found, 99]
+        assert not any(segment.online for segment in report.segments)
         calls += 1
     assert acknowledged == list(range(1, 13))
 print("points", points, "torn", torn, "segments", len(report.segments), flush=True)
@@ -335,6 +344,64 @@ def test_a_full_file_system_keeps_what_was_acknowledged_and_goes_on_once_there_i
     again.close()
     report, records = read(small_disk / "j")
     assert report.damage is None and facts(records) == [*acknowledged, 0]
+
+
+def begin(number: int) -> Begin:
+    return Begin(
+        tenant="t",
+        operation=f"op-{number}",
+        job_class="c",
+        effect_key="e",
+        effect_attempt=UUID(int=number),
+        kind="opaque",
+        generation=1,
+        attempt=HERE,
+        epoch=1,
+        request_digest="00" * 32,
+    )
+
+
+def test_unmatched_begins_are_carried_along_however_old_and_older_segments_are_verified_without_being_read(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "j"
+    made = writer(folder, segment_bytes=4096)
+    for number in range(1, 101):
+        made.note(begin(number))
+        if number not in (1, 50):
+            made.note(Outcome(effect_attempt=UUID(int=number), outcome="success"))
+    made.close()
+    segments = sorted(folder.glob("*.journal"))
+    assert len(segments) > 8
+    again = writer(folder, segment_bytes=4096)
+    assert [b.operation for b in again.unmatched()] == ["op-1", "op-50"]
+    assert [b.operation for b in again.matched()][-1] == "op-100" and len(again.matched()) < 30
+    again.note(Outcome(effect_attempt=UUID(int=50), outcome="unknown"))
+    again.close()
+    assert read(folder)[0].damage is None
+    again = writer(folder, segment_bytes=4096)
+    assert [b.operation for b in again.unmatched()] == ["op-1"]
+    again.close()
+
+    data = bytearray(segments[1].read_bytes())
+    data[600] ^= 1
+    segments[1].write_bytes(data)
+    with pytest.raises(JournalCorrupt, match="00000003.journal at byte 0 .segment_does_not_follow"):
+        writer(folder)
+    damage = read(folder)[0].damage
+    assert damage is not None and (damage.segment, damage.why) == ("00000002.journal", "checksum")
+
+
+def test_more_unmatched_begins_than_a_segment_should_hold_do_not_make_one_for_each_record(tmp_path: Path) -> None:
+    made = writer(tmp_path / "j", segment_bytes=1024)
+    for number in range(1, 41):
+        made.note(begin(number))
+    made.close()
+    report, _ = read(tmp_path / "j")
+    assert report.damage is None and 3 <= len(report.segments) <= 8
+    again = writer(tmp_path / "j", segment_bytes=1024)
+    assert len(again.unmatched()) == 40
+    again.close()
 
 
 def test_threads_append_side_by_side_each_record_once_and_in_the_order_of_their_numbers(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from fencepost.jobs.effects import Recorded
 from fencepost.jobs.journal_begins import Begins, missing, present
 from fencepost.jobs.journal_disk import Disk
 from fencepost.jobs.journal_records import Acknowledged, Begin, NotBegun, Outcome, Presented, Record
+from fencepost.jobs.journal_scan import scan
 from fencepost.jobs.journal_writer import SEGMENT_BYTES, Writer
 from fencepost.schemas.errors import (
     BeginsMissing,
@@ -64,7 +65,6 @@ class Journal:
         self._disk = disk
         self._owner = ""
         self._lock = threading.Lock()
-        self._begins = Begins()
         self._beginning: set[UUID] = set()
         self._writer: Writer | None = None
         self._failed = False
@@ -144,10 +144,13 @@ class Journal:
         Raises BeginsMissing when the database does not know a begin that it had, or the job of one that it may have
         had; NotArmed.
         """
+        # Locks: ours, then the writer's. Whoever is no longer beginning here has noted what certainly was not begun.
         with self._lock:
-            due = [b for b in self._begins.unmatched.values() if b.effect_attempt not in self._beginning]
-            had = list(self._begins.matched.values())
-        lost = _presented(conn, due, self._note) + missing(conn, had)
+            writer = self._writer
+            if writer is None:
+                return
+            due = [b for b in writer.unmatched() if b.effect_attempt not in self._beginning]
+        lost = _presented(conn, due, self._note) + missing(conn, writer.matched())
         if lost:
             first = lost[0]
             raise BeginsMissing(
@@ -159,17 +162,11 @@ class Journal:
             )
 
     def _open(self) -> None:
-        begins = Begins()
-        writer = Writer(
-            self.folder,
-            owner=self._owner,
-            take=begins.take,
-            segment_bytes=self._segment_bytes,
-            disk=self._disk,
-        )
+        writer = Writer(self.folder, owner=self._owner, segment_bytes=self._segment_bytes, disk=self._disk)
+        unmatched = {begin.effect_attempt for begin in writer.unmatched()}
         with self._lock:
-            self._writer, self._begins, self._failed = writer, begins, False
-            owed = [r for r in self._owed if getattr(r, "effect_attempt", None) in begins.unmatched]
+            self._writer, self._failed = writer, False
+            owed = [record for record in self._owed if getattr(record, "effect_attempt", None) in unmatched]
             self._owed.clear()
             self._pause, self._told = REOPEN_SECONDS, ""
         for record in owed:
@@ -189,13 +186,10 @@ class Journal:
             raise JournalUnusable(
                 f"the effect was not begun: {error.message}", field="journal", hint=error.hint
             ) from error
-        with self._lock:
-            self._begins.follow(begin)
 
     def _note(self, record: Record) -> None:
         with self._lock:
             writer = self._writer
-            self._begins.follow(record)
         try:
             if writer is None or self._failed:
                 self._owed.append(record)
@@ -226,8 +220,9 @@ def acknowledge(
     who looked into it. Returns each with what the database made of it. ``conn`` is in autocommit.
     """
     begins = Begins()
-    writer = Writer(folder, owner=actor, take=begins.take)
+    writer = Writer(folder, owner=actor)
     try:
+        scan(folder, begins.take)
         known = [*begins.unmatched.values(), *begins.matched.values()]
         chosen = [b for b in missing(conn, known) if attempts is None or b.effect_attempt in attempts]
         if attempts is not None and (other := set(attempts) - {b.effect_attempt for b in chosen}):

@@ -14,7 +14,7 @@ from uuid import UUID, uuid5
 
 from fencepost.schemas.errors import JournalInUse
 
-__all__ = ["UNKNOWN_MACHINE", "Disk", "Lock", "is_full", "machine_id", "same_file", "sync_folder"]
+__all__ = ["UNKNOWN_MACHINE", "Disk", "Lock", "is_full", "machine_id", "same_file", "sync_folder", "write_all"]
 
 MACHINE_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 MACHINE_NAMESPACE = UUID("0d9f6f0e-5f0a-5c39-8d0d-4a6f2f8b7c11")
@@ -86,6 +86,13 @@ def sync_folder(folder: Path, disk: Disk) -> None:
         disk.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_all(file: int, data: bytes, offset: int, disk: Disk) -> None:
+    """Writes all of it, or raises OSError with some of it written."""
+    written = 0
+    while written < len(data):
+        written += disk.write(file, data[written:], offset + written)
 
 
 def is_full(error: OSError) -> bool:

@@ -11,10 +11,11 @@ import os
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from fencepost.jobs import journal_format as form
-from fencepost.jobs.journal_disk import UNKNOWN_MACHINE, Disk, Lock, is_full, machine_id, sync_folder
+from fencepost.jobs.journal_begins import Begins
+from fencepost.jobs.journal_disk import UNKNOWN_MACHINE, Disk, Lock, is_full, machine_id, sync_folder, write_all
 from fencepost.jobs.journal_records import Repaired
 from fencepost.jobs.journal_scan import Report, Segment, require_writable, scan
 from fencepost.jobs.journal_writer import Writer, create_segment
@@ -47,12 +48,13 @@ def repair(folder: Path, *, actor: str, machine: UUID | None = None, disk: Disk 
     lock = Lock(folder)
     try:
         lock.take()
-        report = scan(folder, machine=None if here == UNKNOWN_MACHINE else here)
+        begins = Begins()
+        report = scan(folder, begins.take, machine=None if here == UNKNOWN_MACHINE else here)
         try:
             require_writable(report)
             return None
         except JournalTorn:
-            done = _cut(report, here, used)
+            done = _cut(report, begins, here, used)
     except OSError as error:
         raise JournalUnusable(
             f"the tail could not be moved aside: {error.strerror or type(error).__name__}",
@@ -74,7 +76,7 @@ def repair(folder: Path, *, actor: str, machine: UUID | None = None, disk: Disk 
     return done
 
 
-def _cut(report: Report, machine: UUID, disk: Disk) -> Repair:
+def _cut(report: Report, begins: Begins, machine: UUID, disk: Disk) -> Repair:
     torn = report.last
     assert torn is not None
     # The zeros at the end of a header that was cut are no header.
@@ -84,10 +86,11 @@ def _cut(report: Report, machine: UUID, disk: Disk) -> Repair:
     # Crash here: [K3] the tail is twice there, and the next repair finds its copy.
     if torn.header is None:
         before = report.segments[-2] if len(report.segments) > 1 else None
-        number, first, previous = (
-            (1, 1, form.NO_DIGEST) if before is None else (int(torn.path.stem), before.next_seq, before.digest)
-        )
-        create_segment(report.folder, number, first, previous, machine, disk)
+        first = 1 if before is None else before.next_seq
+        assert first is not None
+        digest = form.NO_DIGEST if before is None else before.digest
+        header = form.Header(uuid4(), int(torn.path.stem), first, digest, machine)
+        create_segment(report.folder, header, list(begins.unmatched.values()), disk)
     else:
         file = os.open(torn.path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -106,9 +109,7 @@ def _quarantine(torn: Segment, offset: int, tail: bytes, disk: Disk) -> Path:
             continue
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            written = 0
-            while written < len(tail):
-                written += disk.write(file, tail[written:], written)
+            write_all(file, tail, 0, disk)
             disk.fsync(file)
         finally:
             os.close(file)

@@ -53,7 +53,10 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment as far as it verifies: ``end`` is where the next frame would go, ``crc`` what it would chain from."""
+    """A segment as far as it verifies: ``end`` is where the next frame would go, ``crc`` what it would chain from.
+
+    ``next_seq`` is None where the frames were not read.
+    """
 
     path: Path
     header: form.Header | None
@@ -61,7 +64,7 @@ class Segment:
     size: int
     end: int
     records: int
-    next_seq: int
+    next_seq: int | None
     crc: int
     last: type[Record] | None
     digest: bytes
@@ -98,11 +101,12 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08}.journal"
 
 
-def scan(folder: Path, take: Take | None = None, *, machine: UUID | None = None) -> Report:
+def scan(folder: Path, take: Take | None = None, *, machine: UUID | None = None, newest: int | None = None) -> Report:
     """Reads every segment in order and gives every verified record to ``take``; changes nothing, needs no lock.
 
-    ``machine`` is this machine's, None where it is not known. A folder without a segment is an empty journal;
-    ConfigError when the folder cannot be read.
+    With ``newest`` only the records of so many segments are read; those before are verified by the digests in the
+    headers after them. ``machine`` is this machine's, None where it is not known. A folder without a segment is an empty
+    journal; ConfigError when the folder cannot be read.
     """
     try:
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
@@ -113,7 +117,8 @@ def scan(folder: Path, take: Take | None = None, *, machine: UUID | None = None)
     segments: list[Segment] = []
     damage: Damage | None = None
     for path in paths:
-        segment = _segment(path, take, segments[-1] if segments else None, newest=path == paths[-1])
+        whole = newest is None or path in paths[-newest:]
+        segment = _segment(path, take, segments[-1] if segments else None, newest=path == paths[-1], whole=whole)
         segments.append(segment)
         damage = segment.damage
         if damage is not None:
@@ -133,13 +138,13 @@ def require_sound(report: Report) -> None:
         raise JournalTorn(
             f"the journal ends in a write that was interrupted: {where}",
             field="journal",
-            hint=f"{report.records} records before it verify; run: fencepost journal repair",
+            hint="what is before it verifies; run: fencepost journal repair",
         )
     raise JournalCorrupt(
         f"the journal does not verify: {where}",
         field="journal",
-        hint=f"{report.records} records before it verify (fencepost journal show); keep the folder as evidence, settle "
-        "what is open, and give the worker a new one",
+        hint="what is before it verifies (fencepost journal show); keep the folder as evidence, settle what is open, and "
+        "give the worker a new one",
     )
 
 
@@ -154,14 +159,14 @@ def require_writable(report: Report) -> None:
         )
 
 
-def _segment(path: Path, take: Take | None, before: Segment | None, *, newest: bool) -> Segment:
+def _segment(path: Path, take: Take | None, before: Segment | None, *, newest: bool, whole: bool) -> Segment:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be read: {error.strerror}", field="journal") from None
     walk = _Walk(path, data, newest=newest)
     header = walk.header(before)
-    if header is not None:
+    if header is not None and whole:
         walk.frames(take)
         walk.ending()
     return Segment(
@@ -171,7 +176,7 @@ def _segment(path: Path, take: Take | None, before: Segment | None, *, newest: b
         size=len(data),
         end=walk.end,
         records=walk.records,
-        next_seq=walk.seq,
+        next_seq=walk.seq if whole else None,
         crc=walk.crc,
         last=walk.last,
         digest=form.segment_digest(data),
@@ -214,7 +219,7 @@ class _Walk:
             why = "segment_of_another_place"
         elif header.previous != (form.NO_DIGEST if before is None else before.digest):
             why = "segment_does_not_follow"
-        elif header.first_seq != (1 if before is None else before.next_seq):
+        elif header.first_seq != 1 if before is None else before.next_seq not in (None, header.first_seq):
             why = "order"
         if why:
             self._corrupt(0, why)

@@ -7,16 +7,17 @@ one would say that all is well.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 from uuid import UUID, uuid4
 
 from fencepost.jobs import journal_format as form
+from fencepost.jobs.journal_begins import Begins
 from fencepost.jobs.journal_disk import (
     UNKNOWN_MACHINE,
     Disk,
@@ -25,15 +26,17 @@ from fencepost.jobs.journal_disk import (
     machine_id,
     same_file,
     sync_folder,
+    write_all,
 )
-from fencepost.jobs.journal_records import Closed, Opened, Record, Rotated, encode
-from fencepost.jobs.journal_scan import Report, Take, require_writable, scan, segment_path
+from fencepost.jobs.journal_records import Begin, Closed, Opened, Record, Rotated, encode
+from fencepost.jobs.journal_scan import Report, require_writable, scan, segment_path
 from fencepost.schemas.errors import ConfigError, FencepostError, InvalidInput, JournalInUse, JournalUnusable
 
 __all__ = ["SEGMENT_BYTES", "Writer", "create_segment", "prepare_folder"]
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 SEGMENT_BYTES_MIN = 1024
+NEWEST = 2
 
 log = logging.getLogger("fencepost.jobs")
 
@@ -56,12 +59,11 @@ class Writer:
         folder: Path,
         *,
         owner: str,
-        take: Take | None = None,
         machine: UUID | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         disk: Disk | None = None,
     ) -> None:
-        """Opens or begins the journal; every verified record is given to ``take`` first.
+        """Opens or begins the journal: reads the newest two segments, verifies those before them by their digests.
 
         Raises JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, JournalUnusable (no room, failing disk),
         ConfigError for a folder that cannot be used.
@@ -79,12 +81,14 @@ class Writer:
         self._file = -1
         self._retired: list[int] = []
         self._place = Place(folder, 0, 0, 1, 0)
+        self._start = 0
+        self._begins = Begins()
         self._synced = 0
         self._lock = Lock(folder)
         try:
             prepare_folder(folder, self._disk)
             self._lock.take()
-            self._begin(self._read(take), owner)
+            self._begin(self._read(), owner)
         except OSError as error:
             self._drop()
             if is_full(error):
@@ -123,9 +127,22 @@ class Writer:
             raise InvalidInput(f"the record is larger than {form.PAYLOAD_BYTES_MAX} bytes", field="journal")
         with self._writing:
             self._check()
-            if self._place.end + form.frame_size(len(payload)) > self._segment_bytes:
+            # What a segment starts with may be more than it should hold: then it holds as much again.
+            if self._place.end + form.frame_size(len(payload)) > max(self._segment_bytes, 2 * self._start):
                 self._rotate()
-            return self._write(payload)
+            seq = self._write(payload)
+            self._begins.follow(record)
+            return seq
+
+    def unmatched(self) -> list[Begin]:
+        """Begins of which no later record says what became of them, whenever they were written."""
+        with self._writing:
+            return list(self._begins.unmatched.values())
+
+    def matched(self) -> list[Begin]:
+        """The newest begins that the database had, of the newest two segments."""
+        with self._writing:
+            return list(self._begins.matched.values())
 
     def close(self) -> None:
         """Ends the journal well: what was noted is on the disk, and a later cut would be seen. Never raises."""
@@ -140,7 +157,7 @@ class Writer:
                     log.error("the journal was not closed well: %s", error)
             self._drop()
 
-    def _read(self, take: Take | None) -> Report:
+    def _read(self) -> Report:
         newest = max(self._folder.glob("*.journal"), default=None)
         if newest is not None:
             # What is cached may not be what the disk has, after a sync that failed: written out, dropped, read again.
@@ -153,7 +170,8 @@ class Writer:
                 self._die(error, "synced")
             finally:
                 os.close(descriptor)
-        report = scan(self._folder, take, machine=None if self._machine == UNKNOWN_MACHINE else self._machine)
+        machine = None if self._machine == UNKNOWN_MACHINE else self._machine
+        report = scan(self._folder, self._begins.take, machine=machine, newest=NEWEST)
         require_writable(report)
         return report
 
@@ -162,8 +180,10 @@ class Writer:
         if last is None:
             self._create(1, 1, form.NO_DIGEST)
         elif last.last is Rotated:
+            assert last.next_seq is not None
             self._create(int(last.path.stem) + 1, last.next_seq, last.digest)
         else:
+            assert last.next_seq is not None
             self._continue(Place(last.path, int(last.path.stem), last.end, last.next_seq, last.crc))
             if not last.online:
                 self._state(self._file, form.ONLINE)
@@ -187,7 +207,12 @@ class Writer:
         self._seal(before)
 
     def _create(self, number: int, first_seq: int, previous: bytes) -> None:
-        self._continue(create_segment(self._folder, number, first_seq, previous, self._machine, self._disk))
+        # Invariant: a segment starts with every begin that is unmatched when it is made, in one piece with its header:
+        # who reads the newest segment knows them all.
+        carried = list(self._begins.unmatched.values())
+        header = form.Header(uuid4(), number, first_seq, previous, self._machine)
+        self._continue(create_segment(self._folder, header, carried, self._disk))
+        self._start = self._place.end
 
     def _seal(self, path: Path) -> None:
         """A segment whose successor is on the disk is off: from now on a missing successor would be seen."""
@@ -211,9 +236,7 @@ class Writer:
         place = self._place
         data, crc = form.frame(place.next_seq, place.crc, payload)
         try:
-            written = 0
-            while written < len(data):
-                written += self._disk.write(self._file, data[written:], place.end + written)
+            write_all(self._file, data, place.end, self._disk)
         except OSError as error:
             if is_full(error):
                 # Nobody was told of this record: what there is of it goes again, so that the next writer finds no tail.
@@ -282,19 +305,22 @@ def prepare_folder(folder: Path, disk: Disk) -> None:
         sync_folder(folder.parent, disk)
 
 
-def create_segment(folder: Path, number: int, first_seq: int, previous: bytes, machine: UUID, disk: Disk) -> Place:
-    """Makes a segment without a record, or replaces the one of that number: whole and durable, or not at all."""
-    path = segment_path(folder, number)
-    header = form.Header(uuid4(), number, first_seq, previous, machine)
-    data = header.encode()
-    made = path.with_suffix(".new")
-    file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+def create_segment(folder: Path, header: form.Header, records: Sequence[Record], disk: Disk) -> Place:
+    """Makes a segment with these records, or replaces the one of that number: whole and durable, or not at all."""
+    path = segment_path(folder, header.number)
+    data = bytearray(header.encode())
+    seq, crc = header.first_seq, form.checksum(bytes(data[: form.STATE_AT - 4]))
+    for record in records:
+        made, crc = form.frame(seq, crc, encode(record))
+        data += made
+        seq += 1
+    new = path.with_suffix(".new")
+    file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        if disk.write(file, data, 0) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_all(file, bytes(data), 0, disk)
         disk.fsync(file)
     finally:
         os.close(file)
-    os.replace(made, path)
+    os.replace(new, path)
     sync_folder(folder, disk)
-    return Place(path, number, len(data), first_seq, form.checksum(data[: form.STATE_AT - 4]))
+    return Place(path, header.number, len(data), seq, crc)
