@@ -133,6 +133,24 @@ def test_a_reconciliation_can_be_tried_and_repeated_under_its_id(work: Work, fen
         assert conn.execute("SELECT count(*) FROM fencepost.decision").fetchone() == (1,)
 
 
+def test_doctor_tells_how_many_are_unknown_and_whether_somebody_escalates(work: Work, fencepost: Fencepost) -> None:
+    def told() -> tuple[str, str]:
+        findings = json.loads(fencepost(work.database, "doctor", "--json").out)
+        (found,) = [f for f in findings if f["check"] == "effects"]
+        return found["level"], found["message"]
+
+    level, message = told()
+    assert level == "warn" and message.startswith("unknown effects: 1 normal (oldest ")
+    with work.database.connect(autocommit=True) as conn:
+        conn.execute("UPDATE fencepost.effect SET unknown_since = unknown_since - interval '3 hours'")
+        level, message = told()
+        assert level == "warn" and message.startswith("nobody escalates: 1 ")
+        assert escalate(conn) == 1
+    assert told()[1].startswith("unknown effects: 1 high (oldest 3 h)")
+    assert fencepost(work.database, *work.reconcile(*APPLIED, *EVIDENCE)).code == 0
+    assert told() == ("ok", "no unknown effects")
+
+
 def test_what_was_asked_about_an_effect_is_shown_with_it(work: Work, fencepost: Fencepost) -> None:
     show = ("effects", "show", *WHICH, "--effect", "send")
     assert json.loads(fencepost(work.database, *show, "--json").out)["look_up"] is None

@@ -29,7 +29,6 @@ from fencepost.jobs.lookup import Answer, Asked, DidNotHappen, Inconclusive, Lan
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import (
     EvidenceMissing,
-    FencepostError,
     InvalidInput,
     NotQuiescent,
     NotUnknown,
@@ -107,7 +106,7 @@ class Upkeep:
                         self._told = None
                         if asked < ASKED_MAX:
                             self._stopping.wait(self._seconds)
-            except (psycopg.Error, FencepostError) as error:
+            except Exception as error:  # noqa: BLE001 (no machine that is short of something ends the upkeep for good)
                 pause = min(max(pause, self._seconds) * 2, PAUSE_SECONDS_MAX)
                 if type(error) is not self._told:
                     self._told = type(error)

@@ -14,7 +14,16 @@ from psycopg import Connection
 from rich.console import Console
 from rich.text import Text
 
-from fencepost.operate import authority_checks, contract_checks, inbox, printing, protected, retention, settings
+from fencepost.operate import (
+    authority_checks,
+    contract_checks,
+    inbox,
+    printing,
+    protected,
+    retention,
+    settings,
+    unknown_effects,
+)
 from fencepost.operate.findings import Finding, Level, fail, ok, warn
 from fencepost.operate.refusals import ExitCode, line_of
 from fencepost.schemas.connect import address, connect
@@ -76,6 +85,7 @@ def examine(dsn: str, state: Path) -> Iterator[Finding]:
         yield _checked(inbox.remembering, conn, "inbox")
         yield _checked(inbox.set_aside, conn, "deadletters")
         yield _checked(protected.whole, conn, "protected")
+        yield _checked(unknown_effects.unsettled, conn, "effects")
 
 
 def _checked(check: Callable[[Connection[Any]], Finding], conn: Connection[Any], name: str = "") -> Finding:

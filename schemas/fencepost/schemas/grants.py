@@ -129,6 +129,7 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
     "effect": ("reconciler",),
     "effect_event": ("reconciler",),
     "lookup": ("reconciler",),
+    "unknown_effects": ("executor", "reconciler", "maintenance", "reader"),
     "decision": ("reconciler", "authority_admin"),
     "job": ("reconciler",),
     "authority_log": ("authority_admin",),

@@ -1237,7 +1237,7 @@ END $$;
 -- Leases unknown effects whose receipt may be looked up, each to one asker at a time: commit, then ask the provider.
 -- Contradicted effects are left to people. quiescent_ms: how long a negative answer will still be refused, 0 when it counts.
 -- Crash here: [L] between this commit and the answer: the lease ends, and somebody asks again.
--- Locks: gate, then look-ups.
+-- Locks: gate, then look-ups in the order of their keys.
 CREATE OR REPLACE FUNCTION fencepost.take_lookups(p_classes text[], p_taken_by uuid, p_limit integer, p_lease interval)
 RETURNS TABLE (tenant text, operation text, effect_key text, class text, kind text, effect_attempt uuid, version integer,
                asks integer, begun_at timestamptz, quiescent_ms bigint)
@@ -1263,7 +1263,8 @@ BEGIN
         ORDER BY coalesce(l.due_at, e.unknown_since), e.tenant, e.operation, e.effect_key LIMIT p_limit
     ), taken AS (
         INSERT INTO fencepost.lookup AS l (tenant, operation, effect_key, version, taken_by, taken_at, due_at)
-        SELECT d.tenant, d.operation, d.effect_key, d.version, p_taken_by, clock_timestamp(), clock_timestamp() + p_lease FROM due AS d
+        SELECT d.tenant, d.operation, d.effect_key, d.version, p_taken_by, clock_timestamp(), clock_timestamp() + p_lease
+        FROM due AS d ORDER BY d.tenant, d.operation, d.effect_key
         ON CONFLICT (tenant, operation, effect_key) DO UPDATE SET version = excluded.version, taken_by = excluded.taken_by,
             taken_at = excluded.taken_at, due_at = excluded.due_at,
             asks = CASE WHEN l.version = excluded.version THEN l.asks + 1 ELSE 1 END
@@ -1661,6 +1662,16 @@ BEGIN
     END IF;
     RETURN v_outcome;
 END $$;
+
+
+-- effects/unknown_effects.sql
+-- Unknown effects by class and severity: how many, since when, and how many nobody escalated although it is long due. No tenants,
+-- no keys: what may be shown to anybody who watches.
+CREATE OR REPLACE VIEW fencepost.unknown_effects AS
+    SELECT e.class, e.severity, count(*) AS count, min(e.unknown_since) AS oldest,
+           count(*) FILTER (WHERE e.unknown_since + c.escalate_after[e.escalations + 1] < clock_timestamp() - interval '10 minutes') AS overdue
+    FROM fencepost.effect AS e JOIN fencepost.job_class AS c ON c.class = e.class
+    WHERE e.state = 'unknown' GROUP BY e.class, e.severity;
 
 
 -- inbox/dead_letter.sql
