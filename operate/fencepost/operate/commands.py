@@ -18,6 +18,7 @@ from fencepost.operate import (
     jobs,
     logs,
     migrate,
+    orphans,
     parked,
     protected,
     relay,
@@ -64,6 +65,7 @@ app.add_typer(effects.app, name="effects")
 jobs.app.command("protect")(protected.protect_)
 jobs.app.command("unprotect")(protected.unprotect_)
 jobs.app.command("protected")(protected.protected)
+jobs.app.command("orphans")(orphans.orphans)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(parked.app, name="parked")
 app.add_typer(schemas.app, name="schemas")

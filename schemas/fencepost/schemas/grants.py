@@ -96,6 +96,10 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "begin_protection": ("authority_admin",),
     "end_protection": ("authority_admin",),
     "protection": ("reconciler", "authority_admin", "reader"),
+    "record_objects": ("executor",),
+    "orphans": ("maintenance",),
+    "condemn_object": ("maintenance",),
+    "forget_object": ("maintenance",),
 }
 
 TABLES: dict[str, tuple[LiteralString, ...]] = {
@@ -120,6 +124,7 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
     "effect_event": ("reconciler",),
     "decision": ("reconciler", "authority_admin"),
     "job": ("reconciler",),
+    "manifest": ("producer", "executor", "reconciler", "reader"),
     "authority_log": ("authority_admin",),
     "migration": ("migrator", "reconciler", "authority_admin", "reader"),
     "status": ("reader", "reconciler", "authority_admin", "maintenance"),
