@@ -11,6 +11,7 @@ from fencepost.operate import (
     backfill,
     consumer,
     deadletters,
+    dev,
     doctor,
     effects,
     grants,
@@ -56,6 +57,7 @@ relay.app.command("retention")(retention.retention)
 app.add_typer(relay.app, name="relay")
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
+app.add_typer(dev.app, name="dev")
 app.add_typer(consumer.app, name="consumer")
 app.add_typer(deadletters.app, name="deadletters")
 app.add_typer(inbox.app, name="inbox")
