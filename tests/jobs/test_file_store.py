@@ -122,5 +122,6 @@ def test_a_put_that_is_killed_leaves_no_object_and_its_rest_is_tidied_when_it_is
     assert list(store.names()) == []
     (left,) = (tmp_path / "store" / file_store.INCOMING).iterdir()
     assert store.tidy(3600) == 0
-    os.utime(left, (time.time() - 7200,) * 2)
+    ago = time.time() - 7200
+    os.utime(left, (ago, ago))
     assert store.tidy(3600) == 1 and store.tidy(3600) == 0

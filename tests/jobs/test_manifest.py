@@ -37,7 +37,8 @@ def store(tmp_path: Path) -> FileStore:
 
 def aged(store: FileStore, name: str) -> None:
     """The object was put two hours ago."""
-    os.utime(store._path(name), (time.time() - 7200,) * 2)  # pyright: ignore[reportPrivateUsage]
+    ago = time.time() - 7200
+    os.utime(store._path(name), (ago, ago))  # pyright: ignore[reportPrivateUsage]
 
 
 def published(conn: Conn, store: FileStore, data: bytes = b"kept", operation: str = "kept") -> Stored:
