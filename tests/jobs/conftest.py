@@ -9,6 +9,8 @@ from fencepost.schemas import arming
 from support.database import Database, Databases
 
 TABLES = (
+    "manifest",
+    "object",
     "staged",
     "publication",
     "effect_event",

@@ -33,6 +33,7 @@ CODES = {
     "ZF020": "StaleFence",
     "ZF021": "EpochFrozen",
     "ZF022": "NotFenced",
+    "ZF023": "ObjectGone",
     "ZF030": "EffectOpen",
     "ZF031": "EffectLimit",
     "ZF032": "FinishOnly",

@@ -11,6 +11,7 @@ from fencepost.operate import (
     backfill,
     consumer,
     deadletters,
+    dev,
     doctor,
     effects,
     grants,
@@ -19,6 +20,7 @@ from fencepost.operate import (
     journal,
     logs,
     migrate,
+    orphans,
     parked,
     protected,
     relay,
@@ -56,6 +58,7 @@ relay.app.command("retention")(retention.retention)
 app.add_typer(relay.app, name="relay")
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
+app.add_typer(dev.app, name="dev")
 app.add_typer(consumer.app, name="consumer")
 app.add_typer(deadletters.app, name="deadletters")
 app.add_typer(inbox.app, name="inbox")
@@ -65,6 +68,7 @@ app.add_typer(effects.app, name="effects")
 jobs.app.command("protect")(protected.protect_)
 jobs.app.command("unprotect")(protected.unprotect_)
 jobs.app.command("protected")(protected.protected)
+jobs.app.command("orphans")(orphans.orphans)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")

@@ -58,15 +58,15 @@ def run(
     """
     chosen = settings.load()
     dsn = chosen.dsn(insecure=insecure_db)
-    runner = _runner(path, dsn, chosen.consumer)
+    made = runner(path, target.load(path, "consumer"), dsn, chosen.consumer)
     stop = threading.Event()
-    with draining(stop.set), _health(runner, dsn, chosen.consumer):
+    with draining(stop.set), _health(made, dsn, chosen.consumer):
         log.info("consumer %s runs", path)
-        runner.run(stop)
+        made.run(stop)
 
 
-def _runner(path: str, dsn: str, chosen: ConsumerSettings) -> Runner:
-    found = target.load(path, "consumer")
+def runner(path: str, found: object, dsn: str, chosen: ConsumerSettings) -> Runner:
+    """What runs the object that a target names; ConfigError when nothing can."""
     if is_handler(found):
         found = runner_of(found, dsn, chosen)
     # A class of runners has a `run` as well, but is not one.

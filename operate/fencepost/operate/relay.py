@@ -15,7 +15,7 @@ from fencepost.operate.doctor import show
 from fencepost.operate.publishers import maker_of, pace_of
 from fencepost.operate.refusals import ExitCode, line_of
 from fencepost.operate.relay_check import examine
-from fencepost.operate.settings import RelaySettings
+from fencepost.operate.settings import RelaySettings, Settings
 from fencepost.operate.signals import draining
 from fencepost.relay.sidecar import Relay, Summary, settle_memory
 from fencepost.schemas.errors import ConfigError, Unreachable
@@ -51,8 +51,16 @@ def run(
     """
     chosen = settings.load()
     dsn = chosen.dsn(insecure=insecure_db)
+    make = maker(chosen, dsn, accept_routes=accept_routes, healthy=not once)
+    settle_memory()
+    summary = _once(make, chosen.relay.patience) if once else _run(make)
+    printing.say(f"published {summary.published}, parked {summary.parked}, sent again {summary.resent}")
+
+
+def maker(chosen: Settings, dsn: str, *, accept_routes: bool = False, healthy: bool = True) -> Callable[[], Relay]:
+    """What makes the relay of these settings; what can be refused without connecting is refused here."""
     pace = pace_of(chosen)
-    health = None if once else _health(chosen.relay)
+    health = _health(chosen.relay) if healthy else None
     destinations = [maker_of(d, pace, accept_routes) for d in chosen.destinations]
 
     def make() -> Relay:
@@ -67,9 +75,7 @@ def run(
             doorbell=chosen.relay.doorbell,
         )
 
-    settle_memory()
-    summary = _once(make, chosen.relay.patience) if once else _run(make)
-    printing.say(f"published {summary.published}, parked {summary.parked}, sent again {summary.resent}")
+    return make
 
 
 @app.command("check")

@@ -42,6 +42,7 @@ __all__ = [
     "NotFenced",
     "NotQuiescent",
     "NotUnknown",
+    "ObjectGone",
     "OperationConflict",
     "Reason",
     "Refused",
@@ -223,6 +224,10 @@ class NotFenced(Refused, FromDatabase, code="ZF022"):
 
     ``field`` is fence, tenant or operation (a row that names none), truncate, or columns.
     """
+
+
+class ObjectGone(NotDispatched, FromDatabase, code="ZF023"):
+    """An object to be published is not in its store, or is being removed as an orphan: put it again, then publish again."""
 
 
 class EffectOpen(Unresolved, FromDatabase, code="ZF030"):

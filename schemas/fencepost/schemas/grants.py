@@ -106,6 +106,10 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "defer_lookup": ("reconciler",),
     "set_escalation": ("executor",),
     "escalate_effects": ("maintenance",),
+    "record_objects": ("executor",),
+    "orphans": ("maintenance",),
+    "condemn_object": ("maintenance",),
+    "forget_object": ("maintenance",),
 }
 
 TABLES: dict[str, tuple[LiteralString, ...]] = {
@@ -132,6 +136,7 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
     "unknown_effects": ("executor", "reconciler", "maintenance", "reader"),
     "decision": ("reconciler", "authority_admin"),
     "job": ("reconciler",),
+    "manifest": ("producer", "executor", "reconciler", "reader"),
     "authority_log": ("authority_admin",),
     "migration": ("migrator", "reconciler", "authority_admin", "reader"),
     "status": ("reader", "reconciler", "authority_admin", "maintenance"),

@@ -10,3 +10,25 @@ CREATE TABLE fencepost.protected (
 );
 COMMENT ON COLUMN fencepost.protected.relation IS
   'The name at the time: where the trigger is gone, it tells which table has lost it.';
+
+-- Content of object stores that is referenced, or whose removal as an orphan is under way; whoever comes second waits here.
+CREATE TABLE fencepost.object (
+    store        text NOT NULL,
+    object       text NOT NULL CHECK (object ~ '^[0-9a-f]{64}$'),
+    condemned_at timestamptz,
+    PRIMARY KEY (store, object)
+);
+
+-- What an operation has published outside the database: under which name, as which immutable object.
+CREATE TABLE fencepost.manifest (
+    tenant       text NOT NULL,
+    operation    text NOT NULL,
+    name         text NOT NULL,
+    store        text NOT NULL,
+    object       text NOT NULL,
+    size         bigint NOT NULL CHECK (size >= 0),
+    published_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, name),
+    FOREIGN KEY (store, object) REFERENCES fencepost.object ON DELETE RESTRICT
+);
+CREATE INDEX manifest_object ON fencepost.manifest (store, object);
