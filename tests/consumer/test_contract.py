@@ -62,6 +62,29 @@ def test_every_part_of_a_reservation_is_required_by_name(domain: Database) -> No
     assert refused(domain, RESERVE, {**GOOD, "version": 32768}) == "version"
 
 
+def test_without_content_what_would_have_to_be_kept_is_not_recorded_until_it_comes_with_its_content(
+    domain: Database,
+) -> None:
+    bare = {**GOOD, "headers": None, "payload": None}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("conflict", {"binding": f"jcs-sha256:{'1' * 64}", "coordinates": "[2]"}),
+        ("conflict", {"operation": "op-2"}),
+        ("before_horizon", {"operation": "op-3", "coordinates": "[3]", "event_time": "2019-01-01T00:00:00Z"}),
+    ]
+    recorded = """
+    SELECT (SELECT count(*) FROM fencepost.reservation), (SELECT sum(arrivals) FROM fencepost.delivery),
+           (SELECT count(*) FROM fencepost.dead_letter)"""
+    with domain.connect(autocommit=True) as conn:
+        conn.execute("INSERT INTO fencepost.consumer (consumer, horizon) VALUES ('reports', '2020-01-01')")
+        assert conn.execute(RESERVE, bare).fetchall() == [("reserved",)], "the allowed control"
+        assert conn.execute(RESERVE, bare).fetchall() == [("duplicate",)]
+        for number, (outcome, changes) in enumerate(cases):
+            assert conn.execute(RESERVE, bare | changes).fetchall() == [("alone",)]
+            assert conn.execute(recorded).fetchone() == (1, 2 + number, number)
+            assert conn.execute(RESERVE, GOOD | changes).fetchall() == [(outcome,)]
+            assert conn.execute(recorded).fetchone() == (1, 3 + number, number + 1)
+
+
 def test_every_part_of_a_dead_letter_is_required_by_name(domain: Database) -> None:
     with domain.connect() as conn:
         conn.execute(DEAD_LETTER, GOOD)

@@ -252,6 +252,8 @@ def test_a_handler_that_outlasts_the_drain_keeps_no_consumer_from_ending_and_the
         ({"KIND": "kafka", "ADDRESS": "127.0.0.1:1", "TOPICS": "reports"}, "FENCEPOST_CONSUMER_TOPICS"),
         ({"KIND": "rabbitmq", "ADDRESS": "amqp://app:hunter2@127.0.0.1:1/"}, "[consumer.queue]"),
         ({"KIND": "rabbitmq", "ADDRESS": "amqp://app:hunter2@mq.example/", "QUEUE": "q"}, "[consumer.url]"),
+        ({"KIND": "kafka", "ADDRESS": "127.0.0.1:1", "TOPICS": '["reports"]', "BATCH": "1001"}, "[consumer.batch]"),
+        ({"KIND": "rabbitmq", "ADDRESS": "amqp://127.0.0.1:1/", "QUEUE": "q", "BATCH": "17"}, "[consumer.prefetch]"),
         (
             {"KIND": "rabbitmq", "ADDRESS": "amqp://127.0.0.1:1/", "QUEUE": "q", "OPTIONS": '{"window": "5"}'},
             "[consumer.options.window]",

@@ -1,8 +1,9 @@
 """What a batch of deliveries has in hand: which may be reserved together, and what has become of each so far.
 
-One statement reserves them, one ends the batch; in between the handlers run, each in a savepoint. The database refuses
-a commit in between, for it would make duplicates of events that nobody has handled. What is rare is handled alone
-afterwards, each in a transaction of its own: what cannot be read, a second copy, and what is neither new nor a duplicate.
+One statement reserves them, one ends the batch; in between the handlers run. Where one fails, what all have done is taken
+back, and they run again, each in a savepoint. The database refuses a commit in between, for it would make duplicates of
+events that nobody has handled. What is rare is handled alone afterwards, each in a transaction of its own: what cannot be
+read, a second copy, and what is neither new nor a duplicate.
 
 Order: once an event is not handled, no later one of its ordering key is.
 """
@@ -106,7 +107,7 @@ class Batch:
             "event_ids": [each.id for each in envelopes],
             "sources": [each.source for each in envelopes],
             "epochs": [each.epoch for each in envelopes],
-            "bindings": [each.binding for each in envelopes],
+            "bindings": [entry.arrived.binding for entry in self.entries],
             "event_times": [each.time for each in envelopes],
             "coordinates": [entry.delivery.coordinates for entry in self.entries],
         }
@@ -181,20 +182,33 @@ def together(
             rows = cursor.execute(RESERVE_MANY, batch.reserving()).fetchall()
         except psycopg.errors.LockNotAvailable:
             raise _busy() from None
-    for entry, row in zip(batch.entries, rows, strict=True):
-        if not batch.to_handle(entry, row):
-            continue
-        try:
-            with begun.savepoint():
-                handler(begun.tx, entry.arrived.argument)
-                begun.alive()
-        except Exception as error:  # a handler may raise anything; the caller judges
-            if repeatable(error):
-                raise
-            _require_whole(conn, error)
-            batch.unhandled(entry, error)
-        else:
-            batch.handled(entry, row)
+    pairs = list(zip(batch.entries, rows, strict=True))
+    try:
+        with begun.savepoint():
+            for entry, row in pairs:
+                if batch.to_handle(entry, row):
+                    handler(begun.tx, entry.arrived.argument)
+                    begun.alive()
+                    batch.handled(entry, row)
+    except Exception as error:  # a handler may raise anything; which one did is found below
+        if repeatable(error):
+            raise
+        _require_whole(conn, error)
+        batch.begin()
+        for entry, row in pairs:
+            if not batch.to_handle(entry, row):
+                continue
+            try:
+                with begun.savepoint():
+                    handler(begun.tx, entry.arrived.argument)
+                    begun.alive()
+            except Exception as failure:  # the caller judges
+                if repeatable(failure):
+                    raise
+                _require_whole(conn, failure)
+                batch.unhandled(entry, failure)
+            else:
+                batch.handled(entry, row)
     conn.execute(SETTLE_BATCH, batch.settling())
 
 
@@ -211,20 +225,33 @@ async def together_async(
             rows = await (await cursor.execute(RESERVE_MANY, batch.reserving())).fetchall()
         except psycopg.errors.LockNotAvailable:
             raise _busy() from None
-    for entry, row in zip(batch.entries, rows, strict=True):
-        if not batch.to_handle(entry, row):
-            continue
-        try:
-            async with begun.savepoint():
-                await handler(begun.tx, entry.arrived.argument)
-                begun.alive()
-        except Exception as error:  # a handler may raise anything; the caller judges
-            if repeatable(error):
-                raise
-            _require_whole(conn, error)
-            batch.unhandled(entry, error)
-        else:
-            batch.handled(entry, row)
+    pairs = list(zip(batch.entries, rows, strict=True))
+    try:
+        async with begun.savepoint():
+            for entry, row in pairs:
+                if batch.to_handle(entry, row):
+                    await handler(begun.tx, entry.arrived.argument)
+                    begun.alive()
+                    batch.handled(entry, row)
+    except Exception as error:  # a handler may raise anything; which one did is found below
+        if repeatable(error):
+            raise
+        _require_whole(conn, error)
+        batch.begin()
+        for entry, row in pairs:
+            if not batch.to_handle(entry, row):
+                continue
+            try:
+                async with begun.savepoint():
+                    await handler(begun.tx, entry.arrived.argument)
+                    begun.alive()
+            except Exception as failure:  # the caller judges
+                if repeatable(failure):
+                    raise
+                _require_whole(conn, failure)
+                batch.unhandled(entry, failure)
+            else:
+                batch.handled(entry, row)
     await conn.execute(SETTLE_BATCH, batch.settling())
 
 

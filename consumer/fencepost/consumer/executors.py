@@ -1,7 +1,8 @@
 """Where attempts run: sync handlers in a bounded pool of threads, async handlers in one event loop of their own.
 
-Either way an attempt becomes a future, so that a loop which must not block never waits for a handler. Threads are daemons:
-a handler that outlasts the drain does not keep the process from ending; its transaction goes with its connection.
+Either way an attempt becomes a future, so that a loop which must not block never waits for a handler. Deliveries that are
+given together are tried together: `Handling.attempt_many`. Threads are daemons: a handler that outlasts the drain does not
+keep the process from ending; its transaction goes with its connection.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -89,9 +90,9 @@ class Threads:
         self._handling = Handling(inbox, database, options)
         self._pool = Daemons(options.concurrency)
 
-    def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
-        """Starts one attempt."""
-        return self._pool.submit(self._handling.attempt, delivery, tries)
+    def start(self, works: Sequence[tuple[Delivery, Tries]]) -> Future[list[Handled | Again]]:
+        """Starts one attempt at each; the answers stand in their order."""
+        return self._pool.submit(self._handling.attempt_many, works)
 
     def retry(self) -> Future[bool]:
         """Starts handling one dead letter that was given back; False when there is none."""
@@ -113,9 +114,9 @@ class EventLoop:
         self._slots = asyncio.Semaphore(options.concurrency)
         self._handling = AsyncHandling(inbox, database, options)
 
-    def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
-        """Starts one attempt."""
-        return asyncio.run_coroutine_threadsafe(self._attempt(delivery, tries), self._loop)
+    def start(self, works: Sequence[tuple[Delivery, Tries]]) -> Future[list[Handled | Again]]:
+        """As `Threads.start`."""
+        return asyncio.run_coroutine_threadsafe(self._attempt(works), self._loop)
 
     def retry(self) -> Future[bool]:
         """As `Threads.retry`."""
@@ -125,9 +126,9 @@ class EventLoop:
         async with self._slots:
             return await self._handling.retry()
 
-    async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
+    async def _attempt(self, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
         async with self._slots:
-            return await self._handling.attempt(delivery, tries)
+            return await self._handling.attempt_many(works)
 
     def close(self) -> None:
         """Cancels what still runs, which rolls back, and ends the loop; one that a handler blocks is left behind."""

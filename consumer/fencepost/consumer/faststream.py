@@ -76,6 +76,8 @@ class Inboxes:
         self._broker = broker
         self._database = database
         self._options = options or RunnerOptions()
+        if self._options.batch > 1:
+            raise _refused("batch", "FastStream hands over one message at a time", "leave batch at 1, or use a runner")
         self._feeds: dict[object, _Feed] = {}
         broker.insert_middleware(cast(Any, self._net))
 
@@ -241,7 +243,8 @@ class _Feed:
     async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         handling = self._made()
         if isinstance(handling, Threads):
-            return await asyncio.wrap_future(handling.start(delivery, tries))
+            (result,) = await asyncio.wrap_future(handling.start([(delivery, tries)]))
+            return result
         async with self._slots:
             return await handling.attempt(delivery, tries)
 

@@ -31,7 +31,7 @@ from fencepost.consumer.copies import AsyncCopies, Copies
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved, Unhandled
 from fencepost.consumer.reading import Arrived, Reading
-from fencepost.consumer.reservation import reserve_in, reserve_in_async, stands
+from fencepost.consumer.reservation import reserve, reserve_async, reserve_in, reserve_in_async, stands
 from fencepost.consumer.transactions import (
     AsyncDatabase,
     AsyncTransactions,
@@ -183,15 +183,7 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
             if self.isolation is not None:
                 conn.execute(ISOLATION[self.isolation])
             try:
-                reservation = reserve_in(
-                    conn,
-                    self.consumer,
-                    arrived.envelope,
-                    delivery.coordinates,
-                    headers=delivery.stored_headers(),
-                    dead_letter=delivery.dead_letter,
-                    wait_seconds=self.wait_seconds,
-                )
+                reservation = reserve(conn, self.consumer, arrived, delivery, self.wait_seconds)
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:
@@ -278,15 +270,7 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
             if self.isolation is not None:
                 await conn.execute(ISOLATION[self.isolation])
             try:
-                reservation = await reserve_in_async(
-                    conn,
-                    self.consumer,
-                    arrived.envelope,
-                    delivery.coordinates,
-                    headers=delivery.stored_headers(),
-                    dead_letter=delivery.dead_letter,
-                    wait_seconds=self.wait_seconds,
-                )
+                reservation = await reserve_async(conn, self.consumer, arrived, delivery, self.wait_seconds)
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:

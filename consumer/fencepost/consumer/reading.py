@@ -29,9 +29,10 @@ class Arriving(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A delivery that could be read: its envelope with a verified digest, and what the handler is given."""
+    """A delivery that could be read: its envelope with a verified digest, its binding, and what the handler is given."""
 
     envelope: Envelope
+    binding: str
     argument: Event | Envelope
 
 
@@ -75,19 +76,21 @@ class Reading:
     def read(self, delivery: Arriving) -> Arrived:
         """Envelope, digest, then content; Undecodable at the first that fails."""
         envelope = delivery.envelope()
-        envelope.check()
+        binding = envelope.check()
         if self.raw:
-            return Arrived(envelope, envelope)
+            return Arrived(envelope, binding, envelope)
         if not self.classes:
-            return Arrived(envelope, registry.parse(envelope))
-        return Arrived(envelope, self._event_of(envelope))
+            return Arrived(envelope, binding, registry.parse(envelope))
+        return Arrived(envelope, binding, self._event_of(envelope))
 
     def _event_of(self, envelope: Envelope) -> Event:
-        of_type = {each.event_version: each for each in self.classes if each.event_type == envelope.type}
+        type, version = envelope.type, envelope.version
+        for each in self.classes:
+            if each.event_version == version and each.event_type == type:
+                return each.parse(envelope)
+        of_type = {each.event_version: each for each in self.classes if each.event_type == type}
         if not of_type:
             raise Undecodable("the handler does not take this type", reason="unknown_type", field="type")
-        if (exact := of_type.get(envelope.version)) is not None:
-            return exact.parse(envelope)
         event = upcasts.lifted(envelope, of_type.values())
         if event is None:
             raise unknown_version(envelope.type, envelope.version, max(of_type))

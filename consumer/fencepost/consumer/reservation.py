@@ -14,14 +14,16 @@ from psycopg import AsyncConnection, Connection
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
+from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Reservation, Reserved
+from fencepost.consumer.reading import Arrived
 from fencepost.consumer.retries import settle, settle_async
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
 from fencepost.schemas.transaction import AsyncTransaction, Transaction, connection_of, connection_of_async
 
-__all__ = ["reserve_in", "reserve_in_async", "stands"]
+__all__ = ["reserve", "reserve_async", "reserve_in", "reserve_in_async", "stands"]
 
 RESERVE: LiteralString = """
 SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text
@@ -47,63 +49,74 @@ LATERAL fencepost.reserve(
 LOCK_TIMEOUT: LiteralString = "SELECT set_config('lock_timeout', %(wait)s, true)"
 LOCK_TIMEOUT_AS_BEFORE: LiteralString = "SET LOCAL lock_timeout TO DEFAULT"
 
+# Nothing is recorded: what would have to be kept was not given, for hardly any delivery needs it.
+_ALONE = "alone"
 _DONE = (Reserved.RESERVED, Reserved.DUPLICATE)
 
 
-def reserve_in(
-    tx: Transaction,
-    consumer: str,
-    envelope: Envelope,
-    coordinates: str,
-    *,
-    headers: list[list[object]] | None = None,
-    dead_letter: int | None = None,
-    wait_seconds: float | None = None,
-) -> Reservation:
+def reserve_in(tx: Transaction, consumer: str, envelope: Envelope, coordinates: str) -> Reservation:
     """Reserves the operation for ``consumer`` in the caller's transaction, and never commits.
 
-    Verifies the digest first. Settles ``dead_letter``, where the delivery is one that was given back. ``wait_seconds``
-    bounds the wait for another copy, else the caller's lock_timeout does. ``tx`` as of
+    Verifies the digest first. The caller's lock_timeout bounds the wait for another copy. ``tx`` as of
     `fencepost.consumer.handoff.submit`. Raises Undecodable, InvalidInput, WrongTransaction where no transaction is
     open, and what PostgreSQL raises: serialization failures (retry the whole transaction) and, under a lock_timeout,
     LockNotAvailable.
     """
-    values = _values(consumer, envelope, coordinates, headers, wait_seconds)
-    query = RESERVE if wait_seconds is None else RESERVE_WITHIN
+    values = _values(as_consumer(consumer), envelope, envelope.check(), coordinates)
     conn = connection_of(tx)
     with conn.cursor(row_factory=tuple_row) as cursor:
-        reservation = _reservation(cursor.execute(query, values).fetchone())
-    if dead_letter is not None:
-        if wait_seconds is not None:
-            conn.execute(LOCK_TIMEOUT, values)
-        settle(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
-        if wait_seconds is not None:
-            conn.execute(LOCK_TIMEOUT_AS_BEFORE)
+        row = cursor.execute(RESERVE, values).fetchone()
+        if _needs_content(row):
+            row = cursor.execute(RESERVE, values | _attributes(envelope)).fetchone()
+    return _reservation(row)
+
+
+async def reserve_in_async(tx: AsyncTransaction, consumer: str, envelope: Envelope, coordinates: str) -> Reservation:
+    """As `reserve_in`, for asyncio."""
+    values = _values(as_consumer(consumer), envelope, envelope.check(), coordinates)
+    conn = await connection_of_async(tx)
+    async with conn.cursor(row_factory=tuple_row) as cursor:
+        row = await (await cursor.execute(RESERVE, values)).fetchone()
+        if _needs_content(row):
+            row = await (await cursor.execute(RESERVE, values | _attributes(envelope))).fetchone()
+    return _reservation(row)
+
+
+def reserve(
+    conn: Connection[Any], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float
+) -> Reservation:
+    """As `reserve_in`, for a delivery that was read, in a transaction of the inbox's own; settles its dead letter.
+
+    Waits ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was.
+    """
+    values = _waiting(consumer, arrived, delivery, wait_seconds)
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        row = cursor.execute(RESERVE_WITHIN, values).fetchone()
+        if _needs_content(row):
+            row = cursor.execute(RESERVE_WITHIN, values | _content(arrived.envelope, delivery)).fetchone()
+    reservation = _reservation(row)
+    if delivery.dead_letter is not None:
+        conn.execute(LOCK_TIMEOUT, values)
+        settle(conn, consumer, delivery.dead_letter, gone=reservation.outcome in _DONE)
+        conn.execute(LOCK_TIMEOUT_AS_BEFORE)
     return reservation
 
 
-async def reserve_in_async(
-    tx: AsyncTransaction,
-    consumer: str,
-    envelope: Envelope,
-    coordinates: str,
-    *,
-    headers: list[list[object]] | None = None,
-    dead_letter: int | None = None,
-    wait_seconds: float | None = None,
+async def reserve_async(
+    conn: AsyncConnection[Any], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float
 ) -> Reservation:
-    """As `reserve_in`, for asyncio."""
-    values = _values(consumer, envelope, coordinates, headers, wait_seconds)
-    query = RESERVE if wait_seconds is None else RESERVE_WITHIN
-    conn = await connection_of_async(tx)
+    """As `reserve`, for asyncio."""
+    values = _waiting(consumer, arrived, delivery, wait_seconds)
     async with conn.cursor(row_factory=tuple_row) as cursor:
-        reservation = _reservation(await (await cursor.execute(query, values)).fetchone())
-    if dead_letter is not None:
-        if wait_seconds is not None:
-            await conn.execute(LOCK_TIMEOUT, values)
-        await settle_async(conn, consumer, dead_letter, gone=reservation.outcome in _DONE)
-        if wait_seconds is not None:
-            await conn.execute(LOCK_TIMEOUT_AS_BEFORE)
+        row = await (await cursor.execute(RESERVE_WITHIN, values)).fetchone()
+        if _needs_content(row):
+            content = _content(arrived.envelope, delivery)
+            row = await (await cursor.execute(RESERVE_WITHIN, values | content)).fetchone()
+    reservation = _reservation(row)
+    if delivery.dead_letter is not None:
+        await conn.execute(LOCK_TIMEOUT, values)
+        await settle_async(conn, consumer, delivery.dead_letter, gone=reservation.outcome in _DONE)
+        await conn.execute(LOCK_TIMEOUT_AS_BEFORE)
     return reservation
 
 
@@ -115,36 +128,47 @@ def stands(conn: Connection[Any] | AsyncConnection[Any], reservation: Reservatio
     return reservation.mark is not None and conn.info.parameter_status("application_name") == reservation.mark
 
 
-def _values(
-    consumer: str,
-    envelope: Envelope,
-    coordinates: str,
-    headers: list[list[object]] | None,
-    wait_seconds: float | None,
-) -> dict[str, object]:
+def _values(consumer: str, envelope: Envelope, binding: str, coordinates: str) -> dict[str, object]:
     if not coordinates:
         raise InvalidInput("coordinates are empty", field="coordinates", hint="name broker, place and message")
-    payload = envelope.payload
-    if headers is not None and envelope.body is not None:
-        payload = envelope.body  # in structured mode these headers say nothing without it
-    if headers is None:
-        headers = [[name, value] for name, value in to_attributes(envelope).items()]
     return {
         "tenant": envelope.tenant,
-        "consumer": as_consumer(consumer),
+        "consumer": consumer,
         "operation": envelope.operation,
         "type": envelope.type,
         "version": envelope.version,
         "event_id": envelope.id,
         "source": envelope.source,
         "epoch": envelope.epoch,
-        "binding": envelope.check(),
+        "binding": binding,
         "event_time": envelope.time,
         "coordinates": coordinates,
-        "headers": Jsonb(headers),
-        "wait": None if wait_seconds is None else f"{round(wait_seconds * 1000)}ms",
-        "payload": payload,
+        "headers": None,
+        "payload": None,
     }
+
+
+def _waiting(consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float) -> dict[str, object]:
+    values = _values(consumer, arrived.envelope, arrived.binding, delivery.coordinates)
+    values["wait"] = f"{round(wait_seconds * 1000)}ms"
+    return values
+
+
+def _attributes(envelope: Envelope) -> dict[str, object]:
+    return {
+        "headers": Jsonb([[name, value] for name, value in to_attributes(envelope).items()]),
+        "payload": envelope.payload,
+    }
+
+
+def _content(envelope: Envelope, delivery: Delivery) -> dict[str, object]:
+    # In structured mode the headers say nothing without the whole body.
+    payload = envelope.payload if envelope.body is None else envelope.body
+    return {"headers": Jsonb(delivery.stored_headers()), "payload": payload}
+
+
+def _needs_content(row: tuple[Any, ...] | None) -> bool:
+    return row is not None and row[0] == _ALONE
 
 
 def _reservation(row: tuple[Any, ...] | None) -> Reservation:

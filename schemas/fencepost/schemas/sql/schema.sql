@@ -826,14 +826,14 @@ END $$;
 -- authority/digest.sql
 -- One part of a digest: its length in four bytes, then the part; no two lists of parts look alike.
 CREATE OR REPLACE FUNCTION fencepost._part(p_part text)
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+RETURNS bytea LANGUAGE sql STABLE STRICT PARALLEL SAFE AS $$
     SELECT int4send(octet_length(convert_to(p_part, 'UTF8'))) || convert_to(p_part, 'UTF8')
 $$;
 
 -- Same operation, type, version and content: the same meaning, whatever the epoch. The first byte names the algorithm
 -- (1 = sha256), the first part the use.
 CREATE OR REPLACE FUNCTION fencepost.meaning(p_tenant text, p_operation text, p_type text, p_version integer, p_binding text)
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+RETURNS bytea LANGUAGE sql STABLE STRICT PARALLEL SAFE AS $$
     SELECT '\x01'::bytea || sha256(
         fencepost._part('fencepost.meaning.v1') || fencepost._part(p_tenant) || fencepost._part(p_operation)
         || fencepost._part(p_type) || fencepost._part(p_version::text) || fencepost._part(p_binding))
@@ -842,7 +842,7 @@ $$;
 -- The meaning under an epoch.
 CREATE OR REPLACE FUNCTION fencepost.digest(
     p_tenant text, p_operation text, p_type text, p_version integer, p_epoch bigint, p_binding text)
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+RETURNS bytea LANGUAGE sql STABLE STRICT PARALLEL SAFE AS $$
     SELECT '\x01'::bytea || sha256(
         fencepost._part('fencepost.digest.v1') || fencepost._part(p_tenant) || fencepost._part(p_operation)
         || fencepost._part(p_type) || fencepost._part(p_version::text) || fencepost._part(p_epoch::text)
@@ -1863,20 +1863,24 @@ END $$;
 
 
 -- inbox/reserve.sql
--- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
--- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
--- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
--- dead letter, not handled). Concurrent copies wait for the first transaction; bound it with lock_timeout.
-CREATE OR REPLACE FUNCTION fencepost.reserve(
+-- Whether a reservation looks like nearly all of them do, and nothing of it is to be refused; anything else is judged part by
+-- part. One expression without a call of its own, for it is part of every reservation.
+CREATE OR REPLACE FUNCTION fencepost._is_plain_reservation(
+    p_tenant text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text, p_epoch bigint,
+    p_binding text, p_event_time timestamptz, p_coordinates text)
+RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
+    SELECT (p_tenant || p_operation || p_type) ~ '^[!-~]+$' AND octet_length(p_tenant) BETWEEN 1 AND 200
+       AND octet_length(p_operation) BETWEEN 1 AND 200 AND octet_length(p_type) BETWEEN 1 AND 200
+       AND p_version BETWEEN 1 AND 32767 AND p_event_id IS NOT NULL AND octet_length(p_source) BETWEEN 1 AND 200
+       AND p_epoch >= 0 AND p_binding ~ '^jcs-sha256:[0-9a-f]{64}$' AND p_event_time IS NOT NULL
+       AND octet_length(p_coordinates) BETWEEN 1 AND 1500
+$$;
+
+-- What a reservation needs, or the refusal that names the first part that is wrong.
+CREATE OR REPLACE FUNCTION fencepost._require_reservable(
     p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
-    p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
-    OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    v_meaning bytea;
-    v_delivery record;
-    v_reserved record;
-    v_horizon timestamptz;
+    p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea)
+RETURNS void LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
     PERFORM fencepost._require_identity('tenant', p_tenant);
     PERFORM fencepost._require_identity('consumer', p_consumer);
@@ -1894,25 +1898,58 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'epoch is null or negative', 'epoch', 'pass the epoch that the event arrived with');
     ELSIF p_event_time IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'event_time is null', 'event_time', 'pass the time that the event arrived with');
-    ELSIF p_headers IS NULL OR p_payload IS NULL THEN
-        PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'a conflict must be able to keep them');
+    ELSIF (p_headers IS NULL) <> (p_payload IS NULL) THEN
+        PERFORM fencepost._refuse('ZF003', 'headers or payload are null', 'payload', 'give both, or none');
+    END IF;
+END $$;
+
+-- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
+-- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
+-- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
+-- dead letter, not handled). Without headers and payload nothing can be kept: then alone says that nothing is recorded, and
+-- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout.
+CREATE OR REPLACE FUNCTION fencepost.reserve(
+    p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
+    p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
+    OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_meaning bytea;
+    v_known bytea;
+    v_epoch bigint;
+    v_horizon timestamptz;
+BEGIN
+    IF (fencepost._is_plain_reservation(p_tenant, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, p_binding,
+                                        p_event_time, p_coordinates)
+        AND p_consumer ~ '^[!-~]+$' AND octet_length(p_consumer) <= 200
+        AND (p_headers IS NULL) = (p_payload IS NULL)) IS NOT TRUE THEN
+        PERFORM fencepost._require_reservable(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
+            p_binding, p_event_time, p_coordinates, p_headers, p_payload);
     END IF;
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
-    PERFORM set_config('synchronous_commit', 'on', true);
+    IF current_setting('synchronous_commit') <> 'on' THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
     v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
     other_epoch := false;
 
     INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
     VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type, v_meaning, p_event_id)
     ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
-    RETURNING d.* INTO v_delivery;
-    arrivals := v_delivery.arrivals;
-    IF (v_delivery.tenant, v_delivery.operation, v_delivery.type, v_delivery.meaning)
-       IS DISTINCT FROM (p_tenant, p_operation, p_type, v_meaning) THEN
+    WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
+    RETURNING d.arrivals INTO arrivals;
+    IF NOT FOUND THEN
+        IF p_payload IS NULL THEN
+            outcome := 'alone';
+            arrivals := 0;
+            RETURN;
+        END IF;
+        UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
+        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
         outcome := 'conflict';
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
             'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
-            p_event_id, v_delivery.meaning, v_meaning, 1, p_headers, p_payload);
+            p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
         RETURN;
     END IF;
 
@@ -1926,34 +1963,51 @@ BEGIN
             -- This snapshot may be older than that: raises 40001 if the row came, or was changed, after it.
             INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
         END IF;
-        SELECT coalesce(f.horizon, c.horizon) INTO v_horizon
-        FROM fencepost.consumer AS c LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = c.consumer AND f.type = p_type
-        WHERE c.consumer = p_consumer;
+        SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
         outcome := 'reserved';
-        IF p_event_time < v_horizon AND NOT EXISTS (
-            SELECT FROM fencepost.dead_letter AS d
-            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrived_meaning = v_meaning AND d.unhandled) THEN
-            outcome := 'before_horizon';
-            DELETE FROM fencepost.reservation AS r
-            WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
-            PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
-                'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
-                p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
+        IF p_event_time < v_horizon THEN
+            -- A type that is kept for ever has a horizon of its own, which is no younger.
+            IF p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
+                                        WHERE f.consumer = p_consumer AND f.type = p_type), v_horizon)
+               AND NOT EXISTS (SELECT FROM fencepost.dead_letter AS d
+                               WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrived_meaning = v_meaning
+                                 AND d.unhandled) THEN
+                DELETE FROM fencepost.reservation AS r
+                WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+                outcome := 'before_horizon';
+            END IF;
         END IF;
-        RETURN;
-    END IF;
-    SELECT r.meaning, r.epoch INTO v_reserved FROM fencepost.reservation AS r
-    WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
-    IF NOT FOUND THEN
-        RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
-    ELSIF v_reserved.meaning = v_meaning THEN
-        outcome := 'duplicate';
-        other_epoch := v_reserved.epoch <> p_epoch;
     ELSE
-        outcome := 'conflict';
+        SELECT r.meaning, r.epoch INTO v_known, v_epoch FROM fencepost.reservation AS r
+        WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+        IF NOT FOUND THEN
+            RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
+        ELSIF v_known = v_meaning THEN
+            outcome := 'duplicate';
+            other_epoch := v_epoch <> p_epoch;
+        ELSE
+            outcome := 'conflict';
+        END IF;
+    END IF;
+
+    IF outcome IN ('reserved', 'duplicate') THEN
+        RETURN;
+    ELSIF p_payload IS NULL THEN
+        -- As if it had not arrived.
+        UPDATE fencepost.delivery AS d SET arrivals = d.arrivals - 1
+        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates;
+        DELETE FROM fencepost.delivery AS d
+        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrivals = 0;
+        outcome := 'alone';
+        arrivals := 0;
+    ELSIF outcome = 'conflict' THEN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'conflict', 'operation',
             'the operation was already handled with another meaning', p_tenant, p_operation, p_type, p_version,
-            p_event_id, v_reserved.meaning, v_meaning, 1, p_headers, p_payload);
+            p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
+    ELSE
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
+            'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
+            p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
     END IF;
 END $$;
 
@@ -2011,20 +2065,24 @@ BEGIN
     ELSIF (SELECT count(*) FROM (SELECT DISTINCT o.* FROM unnest(p_tenants, p_operations, p_types) AS o) AS d) <> v_count THEN
         PERFORM fencepost._refuse('ZF003', 'an operation comes twice in a batch', 'operation', 'reserve the second one alone');
     END IF;
-    PERFORM fencepost._require_identity('tenant', t) FROM (SELECT DISTINCT unnest(p_tenants)) AS u (t);
-    PERFORM fencepost._require_identity('type', t) FROM (SELECT DISTINCT unnest(p_types)) AS u (t);
-    PERFORM fencepost._require_identity('operation', o), fencepost._require_binding(b), fencepost._require_coordinates(c)
-    FROM unnest(p_operations, p_bindings, p_coordinates) AS u (o, b, c);
-    IF EXISTS (SELECT FROM unnest(p_versions) AS v WHERE v IS NULL OR v NOT BETWEEN 1 AND 32767) THEN
-        PERFORM fencepost._refuse('ZF003', 'version is not between 1 and 32767', 'version', NULL);
-    ELSIF array_position(p_event_ids, NULL) IS NOT NULL THEN
-        PERFORM fencepost._refuse('ZF003', 'event_id is null', 'event_id', 'pass the id that the event arrived with');
-    ELSIF EXISTS (SELECT FROM unnest(p_sources) AS s WHERE s IS NULL OR s = '' OR length(s) > 200) THEN
-        PERFORM fencepost._refuse('ZF003', 'source is empty or longer than 200 characters', 'source', NULL);
-    ELSIF EXISTS (SELECT FROM unnest(p_epochs) AS e WHERE e IS NULL OR e < 0) THEN
-        PERFORM fencepost._refuse('ZF003', 'epoch is null or negative', 'epoch', 'pass the epoch that the event arrived with');
-    ELSIF array_position(p_event_times, NULL) IS NOT NULL THEN
-        PERFORM fencepost._refuse('ZF003', 'event_time is null', 'event_time', 'pass the time that the event arrived with');
+    IF EXISTS (SELECT FROM unnest(p_tenants, p_operations, p_types, p_versions, p_event_ids, p_sources, p_epochs, p_bindings,
+                                  p_event_times, p_coordinates) AS u (t, o, y, v, e, s, p, b, at, c)
+               WHERE fencepost._is_plain_reservation(u.t, u.o, u.y, u.v, u.e, u.s, u.p, u.b, u.at, u.c) IS NOT TRUE) THEN
+        PERFORM fencepost._require_identity('tenant', t) FROM (SELECT DISTINCT unnest(p_tenants)) AS u (t);
+        PERFORM fencepost._require_identity('type', t) FROM (SELECT DISTINCT unnest(p_types)) AS u (t);
+        PERFORM fencepost._require_identity('operation', o), fencepost._require_binding(b), fencepost._require_coordinates(c)
+        FROM unnest(p_operations, p_bindings, p_coordinates) AS u (o, b, c);
+        IF EXISTS (SELECT FROM unnest(p_versions) AS v WHERE v IS NULL OR v NOT BETWEEN 1 AND 32767) THEN
+            PERFORM fencepost._refuse('ZF003', 'version is not between 1 and 32767', 'version', NULL);
+        ELSIF array_position(p_event_ids, NULL) IS NOT NULL THEN
+            PERFORM fencepost._refuse('ZF003', 'event_id is null', 'event_id', 'pass the id that the event arrived with');
+        ELSIF EXISTS (SELECT FROM unnest(p_sources) AS s WHERE s IS NULL OR s = '' OR length(s) > 200) THEN
+            PERFORM fencepost._refuse('ZF003', 'source is empty or longer than 200 characters', 'source', NULL);
+        ELSIF EXISTS (SELECT FROM unnest(p_epochs) AS e WHERE e IS NULL OR e < 0) THEN
+            PERFORM fencepost._refuse('ZF003', 'epoch is null or negative', 'epoch', 'pass the epoch that the event arrived with');
+        ELSIF array_position(p_event_times, NULL) IS NOT NULL THEN
+            PERFORM fencepost._refuse('ZF003', 'event_time is null', 'event_time', 'pass the time that the event arrived with');
+        END IF;
     END IF;
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     PERFORM set_config('synchronous_commit', 'on', true);

@@ -1,13 +1,13 @@
 -- One part of a digest: its length in four bytes, then the part; no two lists of parts look alike.
 CREATE OR REPLACE FUNCTION fencepost._part(p_part text)
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+RETURNS bytea LANGUAGE sql STABLE STRICT PARALLEL SAFE AS $$
     SELECT int4send(octet_length(convert_to(p_part, 'UTF8'))) || convert_to(p_part, 'UTF8')
 $$;
 
 -- Same operation, type, version and content: the same meaning, whatever the epoch. The first byte names the algorithm
 -- (1 = sha256), the first part the use.
 CREATE OR REPLACE FUNCTION fencepost.meaning(p_tenant text, p_operation text, p_type text, p_version integer, p_binding text)
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+RETURNS bytea LANGUAGE sql STABLE STRICT PARALLEL SAFE AS $$
     SELECT '\x01'::bytea || sha256(
         fencepost._part('fencepost.meaning.v1') || fencepost._part(p_tenant) || fencepost._part(p_operation)
         || fencepost._part(p_type) || fencepost._part(p_version::text) || fencepost._part(p_binding))
@@ -16,7 +16,7 @@ $$;
 -- The meaning under an epoch.
 CREATE OR REPLACE FUNCTION fencepost.digest(
     p_tenant text, p_operation text, p_type text, p_version integer, p_epoch bigint, p_binding text)
-RETURNS bytea LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
+RETURNS bytea LANGUAGE sql STABLE STRICT PARALLEL SAFE AS $$
     SELECT '\x01'::bytea || sha256(
         fencepost._part('fencepost.digest.v1') || fencepost._part(p_tenant) || fencepost._part(p_operation)
         || fencepost._part(p_type) || fencepost._part(p_version::text) || fencepost._part(p_epoch::text)

@@ -50,20 +50,24 @@ BEGIN
     ELSIF (SELECT count(*) FROM (SELECT DISTINCT o.* FROM unnest(p_tenants, p_operations, p_types) AS o) AS d) <> v_count THEN
         PERFORM fencepost._refuse('ZF003', 'an operation comes twice in a batch', 'operation', 'reserve the second one alone');
     END IF;
-    PERFORM fencepost._require_identity('tenant', t) FROM (SELECT DISTINCT unnest(p_tenants)) AS u (t);
-    PERFORM fencepost._require_identity('type', t) FROM (SELECT DISTINCT unnest(p_types)) AS u (t);
-    PERFORM fencepost._require_identity('operation', o), fencepost._require_binding(b), fencepost._require_coordinates(c)
-    FROM unnest(p_operations, p_bindings, p_coordinates) AS u (o, b, c);
-    IF EXISTS (SELECT FROM unnest(p_versions) AS v WHERE v IS NULL OR v NOT BETWEEN 1 AND 32767) THEN
-        PERFORM fencepost._refuse('ZF003', 'version is not between 1 and 32767', 'version', NULL);
-    ELSIF array_position(p_event_ids, NULL) IS NOT NULL THEN
-        PERFORM fencepost._refuse('ZF003', 'event_id is null', 'event_id', 'pass the id that the event arrived with');
-    ELSIF EXISTS (SELECT FROM unnest(p_sources) AS s WHERE s IS NULL OR s = '' OR length(s) > 200) THEN
-        PERFORM fencepost._refuse('ZF003', 'source is empty or longer than 200 characters', 'source', NULL);
-    ELSIF EXISTS (SELECT FROM unnest(p_epochs) AS e WHERE e IS NULL OR e < 0) THEN
-        PERFORM fencepost._refuse('ZF003', 'epoch is null or negative', 'epoch', 'pass the epoch that the event arrived with');
-    ELSIF array_position(p_event_times, NULL) IS NOT NULL THEN
-        PERFORM fencepost._refuse('ZF003', 'event_time is null', 'event_time', 'pass the time that the event arrived with');
+    IF EXISTS (SELECT FROM unnest(p_tenants, p_operations, p_types, p_versions, p_event_ids, p_sources, p_epochs, p_bindings,
+                                  p_event_times, p_coordinates) AS u (t, o, y, v, e, s, p, b, at, c)
+               WHERE fencepost._is_plain_reservation(u.t, u.o, u.y, u.v, u.e, u.s, u.p, u.b, u.at, u.c) IS NOT TRUE) THEN
+        PERFORM fencepost._require_identity('tenant', t) FROM (SELECT DISTINCT unnest(p_tenants)) AS u (t);
+        PERFORM fencepost._require_identity('type', t) FROM (SELECT DISTINCT unnest(p_types)) AS u (t);
+        PERFORM fencepost._require_identity('operation', o), fencepost._require_binding(b), fencepost._require_coordinates(c)
+        FROM unnest(p_operations, p_bindings, p_coordinates) AS u (o, b, c);
+        IF EXISTS (SELECT FROM unnest(p_versions) AS v WHERE v IS NULL OR v NOT BETWEEN 1 AND 32767) THEN
+            PERFORM fencepost._refuse('ZF003', 'version is not between 1 and 32767', 'version', NULL);
+        ELSIF array_position(p_event_ids, NULL) IS NOT NULL THEN
+            PERFORM fencepost._refuse('ZF003', 'event_id is null', 'event_id', 'pass the id that the event arrived with');
+        ELSIF EXISTS (SELECT FROM unnest(p_sources) AS s WHERE s IS NULL OR s = '' OR length(s) > 200) THEN
+            PERFORM fencepost._refuse('ZF003', 'source is empty or longer than 200 characters', 'source', NULL);
+        ELSIF EXISTS (SELECT FROM unnest(p_epochs) AS e WHERE e IS NULL OR e < 0) THEN
+            PERFORM fencepost._refuse('ZF003', 'epoch is null or negative', 'epoch', 'pass the epoch that the event arrived with');
+        ELSIF array_position(p_event_times, NULL) IS NOT NULL THEN
+            PERFORM fencepost._refuse('ZF003', 'event_time is null', 'event_time', 'pass the time that the event arrived with');
+        END IF;
     END IF;
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     PERFORM set_config('synchronous_commit', 'on', true);
