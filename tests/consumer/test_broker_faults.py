@@ -107,10 +107,12 @@ class OnKafka:
     def send(self, *values: Envelope | Message) -> None:
         producer = Producer({"bootstrap.servers": self.kafka.bootstrap, "acks": "all", "log_level": 0})
         for each in values:
+            headers: list[tuple[str, str | bytes | None]]
             if isinstance(each, Envelope):
-                headers, body, key = list(kafka_binding.encode(each)), each.payload, self.key(each)
+                headers = [*kafka_binding.encode(each)]
+                body, key = each.payload, self.key(each)
             else:
-                headers = list(each.headers.items() if isinstance(each.headers, dict) else each.headers)
+                headers = [*(each.headers.items() if isinstance(each.headers, dict) else each.headers)]
                 body, key = each.body, None
             producer.produce(self.topic, value=body, key=key, headers=headers)
         assert producer.flush(DEADLINE_SECONDS) == 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractAsyncContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import aio_pika
 import psycopg
@@ -67,7 +67,7 @@ class Analysis(Base):
 class SqlModelAnalysis(sqlmodel.SQLModel, table=True):
     """As the README's reader has it with SQLModel."""
 
-    __tablename__: Any = "analyses"
+    __tablename__: ClassVar[Any] = "analyses"
     submission_id: str = sqlmodel.Field(primary_key=True)
 
 

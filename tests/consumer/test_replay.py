@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -509,6 +510,45 @@ def pair(tx: Connection[Any], event: Paid) -> None:
     tx.execute("INSERT INTO right_half VALUES (%(o)s)", {"o": event.operation})
 
 
+def make_pair(roles: Roles) -> None:
+    with roles.database.connect(autocommit=True) as conn:
+        conn.execute("DROP SCHEMA IF EXISTS pair_old, pair_shadow CASCADE")
+        conn.execute("DROP TABLE IF EXISTS left_half, right_half, pair_replay, pair_newest, pair_held")
+        for table in ("left_half", "right_half"):
+            conn.execute(f"CREATE TABLE {table} (operation text PRIMARY KEY)".encode())
+            conn.execute(f"ALTER TABLE {table} OWNER TO {roles.name('projector')}".encode())
+
+
+def test_dropping_what_was_replaced_waits_for_a_late_reader_and_costs_it_no_deadlock(
+    roles: Roles, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pair(roles)
+    with roles.database.connect() as conn:
+        accept(conn, 1)
+    ours = shadow.Shadow._ours  # pyright: ignore[reportPrivateUsage]
+    asked = 0
+    waiting = "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'DROP TABLE%'"
+    with roles.database.connect() as late, roles.database.connect(autocommit=True) as look:
+
+        def then_read(self: shadow.Shadow, schema: str) -> list[str]:
+            nonlocal asked
+            asked += schema == "pair_old"
+            if asked == 2:  # The swap is committed, and what it replaced is about to go.
+                late.execute("SELECT FROM pair_old.right_half")
+            return ours(self, schema)
+
+        monkeypatch.setattr(shadow.Shadow, "_ours", then_read)
+        with ThreadPoolExecutor(1) as threads:
+            replaying = threads.submit(replay, pair, dsn, OutboxHistory(dsn), drop_old=True)
+            wait_for(lambda: look.execute(waiting).fetchone() == (True,), 20, "the drop to wait")
+            with pytest.raises(psycopg.errors.UndefinedTable):
+                late.execute("SELECT FROM pair_old.left_half")
+            late.rollback()
+            assert replaying.result(30).swapped
+        gone = look.execute("SELECT to_regclass('pair_old.left_half'), to_regclass('pair_old.right_half')").fetchone()
+    assert gone == (None, None)
+
+
 def test_no_reader_ever_sees_one_table_replaced_and_the_other_not(roles: Roles, dsn: str) -> None:
     seen_pairs: set[tuple[int, int]] = set()
     stop = threading.Event()
@@ -525,11 +565,7 @@ def test_no_reader_ever_sees_one_table_replaced_and_the_other_not(roles: Roles, 
         except psycopg.Error as error:
             failed.append(error)
 
-    with roles.database.connect(autocommit=True) as conn:
-        conn.execute("DROP TABLE IF EXISTS left_half, right_half, pair_replay, pair_newest, pair_held")
-        for table in ("left_half", "right_half"):
-            conn.execute(f"CREATE TABLE {table} (operation text PRIMARY KEY)".encode())
-            conn.execute(f"ALTER TABLE {table} OWNER TO {roles.name('projector')}".encode())
+    make_pair(roles)
     readers = [threading.Thread(target=look) for _ in range(2)]
     for reader in readers:
         reader.start()

@@ -191,10 +191,12 @@ class Shadow:
                     hint=f"the replay's login needs CREATE on schemas {self.projection.schema} and {self.projection.old}",
                 ) from None
         if drop_old:
+            # Locks: one table at a time. This wait outlasts the server's look for deadlocks, so it holds nothing meanwhile.
             try:
-                with self.conn.transaction():
-                    self.conn.execute(SET_LOCK_TIMEOUT, {"wait": DROP_TIMEOUT})
-                    self._drop(self.projection.old)
+                for name in self._ours(self.projection.old):
+                    with self.conn.transaction():
+                        self.conn.execute(SET_LOCK_TIMEOUT, {"wait": DROP_TIMEOUT})
+                        self._drop_one(self.projection.old, name)
             except psycopg.errors.LockNotAvailable:
                 log.warning("%s: somebody still reads what was replaced; it is kept", self.projection.name)
 
@@ -249,10 +251,15 @@ class Shadow:
 
     def _drop(self, schema: str) -> None:
         """Drops what is ours in one of our schemas; anything else there stays."""
+        for name in self._ours(schema):
+            self._drop_one(schema, name)
+
+    def _drop_one(self, schema: str, name: str) -> None:
+        self.conn.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(schema, name)))
+
+    def _ours(self, schema: str) -> list[str]:
         inside = self._inside(schema)
-        for name in (*self.projection.tables, *self._own):
-            if name in inside:
-                self.conn.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(schema, name)))
+        return [name for name in (*self.projection.tables, *self._own) if name in inside]
 
     def _inside(self, schema: str) -> Sequence[str]:
         return [str(row[0]) for row in self.conn.execute(INSIDE, {"schema": schema})]
