@@ -239,8 +239,9 @@ def test_f12_neither_time_nor_a_decision_without_evidence_settles_an_unknown_eff
             assert claim(b, "worker-a", [CLASS], 9) == [] and effect(b, "state") == "unknown"
         version = effect(b, "version")
         for missing in ("evidence_kind", "evidence_ref"):
+            without: dict[str, Any] = NOT_APPLIED | {missing: ""}
             with pytest.raises(EvidenceMissing):
-                reconcile(b, "t", "op-1", "e1", version=version, **(NOT_APPLIED | {missing: ""}))
+                reconcile(b, "t", "op-1", "e1", version=version, **without)
         assert (show(b), effect(b, "state")) == ("blocked", "unknown")
         assert reconcile(b, "t", "op-1", "e1", version=version, **NOT_APPLIED) == "resolved_not_applied"
         with pytest.raises(NotUnknown):
