@@ -335,12 +335,11 @@ class World:
                 yield Move(kind, label, cost, to, newest=0 if turned else newest, broken=broken)
 
     def _of_time(self, state: Seven) -> Iterator[Edge]:
-        """Leases end and calls get too old: a fault while their worker could renew, only a matter of time when it could not."""
+        """Leases end and calls get too old: a fault while the newest holder lives, only a matter of time when it does not."""
         db, backup, a, b, provider, newest, left = state
         s, held = self.dbs[db], self.held
         if s.job is not None and s.job.exec == "running" and not s.job.expired:
-            holders = [held[w] for w in (a, b) if held[w].attempt == s.job.attempt == newest]
-            lives = any(holder.epoch == s.authority.epoch for holder in holders)
+            lives = s.job.attempt == newest and newest in (held[a].attempt, held[b].attempt)
             if not lives or left & MASK[FAULT]:
                 to, _, broken = self.ask(db, on.LeaseEnds())
                 kind: Kind = "fault" if lives else "automatic"
