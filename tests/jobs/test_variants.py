@@ -376,6 +376,16 @@ def test_f34_a_receipt_on_record_is_overruled_by_no_worker(database18: Database)
         with pytest.raises(StaleFence):
             again(b, second)
 
+        given(a, "op-2")
+        third = claimed(a, "op-2").fence
+        earlier = begun(a, third)
+        effects.record(a, third, "e1", earlier, "failed_before_dispatch")
+        effects.record(a, third, "e1", begun(a, third), "failed_before_dispatch")
+        assert effects.record(b, third, "e1", earlier, "success", receipt="r-3") == "unknown"
+        with pytest.raises(StaleFence):
+            again(a, third)
+        assert (show(b, "op-2"), effect(b, "receipt", "op-2")) == ("blocked", "r-3")
+
 
 def test_f35_settling_an_effect_gives_no_attempt_beyond_the_budget(database18: Database) -> None:
     with workers(database18) as (a, b):

@@ -223,7 +223,7 @@ class Pair:
     def record(self) -> None:
         if not self.begun:
             return
-        key, number = self.begun[-1] if self.rng.random() < 0.8 else self.rng.choice(self.begun)
+        key, number = self.begun[-1] if self.rng.random() < 0.65 else self.rng.choice(self.begun)
         if self.rng.random() < 0.05:
             number = FORGED
         held = next(iter(self.fences.values()))
