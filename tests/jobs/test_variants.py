@@ -239,8 +239,9 @@ def test_f12_neither_time_nor_a_decision_without_evidence_settles_an_unknown_eff
             assert claim(b, "worker-a", [CLASS], 9) == [] and effect(b, "state") == "unknown"
         version = effect(b, "version")
         for missing in ("evidence_kind", "evidence_ref"):
+            without: dict[str, Any] = NOT_APPLIED | {missing: ""}
             with pytest.raises(EvidenceMissing):
-                reconcile(b, "t", "op-1", "e1", version=version, **(NOT_APPLIED | {missing: ""}))
+                reconcile(b, "t", "op-1", "e1", version=version, **without)
         assert (show(b), effect(b, "state")) == ("blocked", "unknown")
         assert reconcile(b, "t", "op-1", "e1", version=version, **NOT_APPLIED) == "resolved_not_applied"
         with pytest.raises(NotUnknown):
@@ -374,6 +375,16 @@ def test_f34_a_receipt_on_record_is_overruled_by_no_worker(database18: Database)
         assert (show(b), column(b, "reason"), effect(b, "state")) == ("blocked", "effect_contradicted", "unknown")
         with pytest.raises(StaleFence):
             again(b, second)
+
+        given(a, "op-2")
+        third = claimed(a, "op-2").fence
+        earlier = begun(a, third)
+        effects.record(a, third, "e1", earlier, "failed_before_dispatch")
+        effects.record(a, third, "e1", begun(a, third), "failed_before_dispatch")
+        assert effects.record(b, third, "e1", earlier, "success", receipt="r-3") == "unknown"
+        with pytest.raises(StaleFence):
+            again(a, third)
+        assert (show(b, "op-2"), effect(b, "receipt", "op-2")) == ("blocked", "r-3")
 
 
 def test_f35_settling_an_effect_gives_no_attempt_beyond_the_budget(database18: Database) -> None:

@@ -46,7 +46,7 @@ def main() -> int:
             depth.append(guard)
         else:
             print(f"  {found.broken:4} {guard.value}: {', '.join(found.trace)}", flush=True)
-    print("Nothing breaks when only one of these is removed (defence in depth):")
+    print("Nothing breaks in that bound without one of these (defence in depth, or against people who err):")
     for guard in depth:
         print(f"  {guard.value}")
     return int(bool(failed))

@@ -99,10 +99,10 @@ FULL: tuple[Scenario, ...] = (
     ),
     ONE._replace(name="one opaque effect, 2 restores, 1 rotation", faults=0, rotations=1, restores=2),
     ONE._replace(name="one opaque effect, 2 faults, 2 rotations", faults=2, rotations=2),
-    ONE._replace(name="one opaque effect, 4 faults", faults=4, also=("crash",)),
+    ONE._replace(name="one opaque effect, crashes: 4 faults", faults=4, also=("crash",)),
     ONE._replace(name="one keyed effect, 2 faults, 1 restore", kinds=("keyed",), faults=2, restores=1),
     ONE._replace(
-        name="witness out of reach and restarts: 2 faults, 1 rotation, 1 restore",
+        name="witness out of reach and restarts: 1 fault, 1 rotation, 1 restore",
         faults=1,
         rotations=1,
         restores=1,
@@ -112,7 +112,7 @@ FULL: tuple[Scenario, ...] = (
     RESUMABLE._replace(name="resumable, an opaque and a keyed effect: 1 fault, 1 rotation", faults=1, rotations=1),
     UNBORN._replace(name="restored from before the job: 1 fault, 1 rotation", faults=1, rotations=1),
     SIGNALLED._replace(
-        name="waiting for a signal, claims given back: 3 faults, 1 rotation", faults=2, rotations=1, also=("give back",)
+        name="waiting for a signal, claims given back: 2 faults, 1 rotation", faults=2, rotations=1, also=("give back",)
     ),
     POISONED._replace(name="two attempts, one finish: 3 faults", job_class=JobClass("strict", 2, 1), faults=3),
     ESCALATED._replace(name="escalation: 2 faults", faults=2),

@@ -24,8 +24,8 @@ Edge = tuple[Kind, str, str, Seven, tuple[str, ...]]
 OWNER = "worker"
 IDLE, NO_COPY, KEEP, NO_KEY = 0, -1, -1, -1
 # What is left of the budgets, in one integer.
-FAULT, ROTATION, BACKUP, RESTORE, SIGNAL = 1, 1 << 3, 1 << 5, 1 << 7, 1 << 9
-MASK = {FAULT: 7, ROTATION: 3 << 3, BACKUP: 3 << 5, RESTORE: 3 << 7, SIGNAL: 1 << 9, 0: -1}
+FAULT, ROTATION, BACKUP, RESTORE, SIGNAL, WAIT = 1, 1 << 3, 1 << 5, 1 << 7, 1 << 9, 1 << 10
+MASK = {FAULT: 7, ROTATION: 3 << 3, BACKUP: 3 << 5, RESTORE: 3 << 7, SIGNAL: SIGNAL, WAIT: WAIT, 0: -1}
 # How far a call has come.
 FREE, BEGUN, UNSENT, SILENT, ANSWERED = range(5)
 
@@ -91,7 +91,7 @@ class World:
         """Nothing has happened yet."""
         s = self.scenario
         start = State(s.job_class, Job() if s.born else None, tuple(Effect(kind) for kind in s.kinds))
-        left = s.faults * FAULT + s.rotations * ROTATION + s.restores * (BACKUP + RESTORE) + s.signals * SIGNAL
+        left = s.faults * FAULT + s.rotations * ROTATION + s.restores * (BACKUP + RESTORE) + s.signals * (SIGNAL + WAIT)
         return (self.intern(start), NO_COPY, IDLE, IDLE, 0, 0, left)
 
     def intern(self, state: State) -> int:
@@ -242,25 +242,18 @@ class World:
             yield Move("automatic", "renew", 0, to, self.worker(held), stale="I12", broken=broken)
             if Guard.PUBLISH_ATOMIC in off:
                 yield Move("choice", "check", 0, db, self.worker(held._replace(checked=True)))
-        ends: list[tuple[str, on.Event]] = [("fail", on.Fail(grant))]
+        # A handler that returned with an effect open cannot complete: its worker fails the attempt.
+        ends: list[tuple[Kind, str, int, on.Event]] = [
+            ("automatic", "fail", 0, on.Fail(grant)) if s.open_effects else ("fault", "fail", FAULT, on.Fail(grant))
+        ]
         if "give back" in self.scenario.also:
-            ends.append(("give back", on.GiveBack(grant)))
+            ends.append(("fault", "give back", FAULT, on.GiveBack(grant)))
         if self.scenario.signals:
-            ends.append(("wait", on.Wait(grant)))
-        for label, event in ends:
+            ends.append(("choice", "wait", WAIT, on.Wait(grant)))
+        for kind, label, cost, event in ends:
             to, action, broken = self.ask(db, event)
             if not isinstance(action, on.Refused):
-                # A handler that returned with an effect open cannot complete: its worker fails the attempt.
-                returned = label == "fail" and s.open_effects > 0
-                yield Move(
-                    "automatic" if returned else "fault",
-                    label,
-                    0 if returned else FAULT,
-                    to,
-                    IDLE,
-                    newest=0,
-                    broken=broken,
-                )
+                yield Move(kind, label, cost, to, IDLE, newest=0, broken=broken)
 
     def _of_call(self, db: int, held: Held) -> Iterator[Move]:
         """A call is under way. Sending and accepting are one moment: what is slow on the network is still unsent here."""
@@ -328,11 +321,9 @@ class World:
             events.append((gone[0], label, gone[1], on.Witnessed(not reachable), KEEP))
         for key in self.keys:
             verdict: on.Verdict = "applied" if provider >> (2 * key) & 3 else "not_applied"
-            events += [
-                ("automatic", self._label("deadline", key), 0, on.Deadline(key), KEEP),
-                ("operator", self._label(f"reconcile {verdict}", key), 0, on.Reconcile(key, verdict), KEEP),
-                ("automatic", self._label("lookup times out", key), 0, on.LookupTimesOut(key), KEEP),
-            ]
+            events.append(("automatic", self._label("deadline", key), 0, on.Deadline(key), KEEP))
+            events.append(("operator", self._label(f"reconcile {verdict}", key), 0, on.Reconcile(key, verdict), KEEP))
+            events.append(("automatic", self._label("lookup times out", key), 0, on.LookupTimesOut(key), KEEP))
             if "escalate" in self.scenario.also:
                 events.append(("automatic", self._label("escalate", key), 0, on.Escalate(key), KEEP))
             if Guard.PROJECTOR in self.off:
@@ -340,14 +331,15 @@ class World:
         for kind, label, cost, event, newest in events:
             to, action, broken = self.ask(db, event)
             if not isinstance(action, on.Refused) and (to != db or broken or cost == SIGNAL):
-                yield Move(kind, label, cost, to, newest=newest, broken=broken)
+                turned = self.dbs[to].authority.epoch != s.authority.epoch
+                yield Move(kind, label, cost, to, newest=0 if turned else newest, broken=broken)
 
     def _of_time(self, state: Seven) -> Iterator[Edge]:
-        """Leases end and calls get too old: a fault while their worker lives, only a matter of time when it does not."""
+        """Leases end and calls get too old: a fault while the newest holder lives, only a matter of time when it does not."""
         db, backup, a, b, provider, newest, left = state
         s, held = self.dbs[db], self.held
         if s.job is not None and s.job.exec == "running" and not s.job.expired:
-            lives = s.job.attempt in (held[a].attempt, held[b].attempt)
+            lives = s.job.attempt == newest and newest in (held[a].attempt, held[b].attempt)
             if not lives or left & MASK[FAULT]:
                 to, _, broken = self.ask(db, on.LeaseEnds())
                 kind: Kind = "fault" if lives else "automatic"
