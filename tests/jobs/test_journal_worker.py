@@ -20,7 +20,16 @@ from fencepost.jobs.journal_records import Begin
 from fencepost.jobs.publish import publish
 from fencepost.jobs.reconcile import reconcile
 from fencepost.jobs.worker import Backoff, Worker
-from fencepost.schemas.errors import BeginsMissing, InvalidInput, JournalInUse, JournalTorn, NotArmed, StaleFence
+from fencepost.schemas import arming
+from fencepost.schemas.errors import (
+    BeginsMissing,
+    EffectUnknown,
+    InvalidInput,
+    JournalInUse,
+    JournalTorn,
+    NotArmed,
+    StaleFence,
+)
 from support.database import Database
 from support.jobs import CLASS, Conn, age_effect, begun, claimed, column, effect, given, results, save, show
 from support.journals import BROKEN, Faulty, read
@@ -254,6 +263,55 @@ def test_a_database_that_lost_a_begin_is_claimed_from_only_after_somebody_has_lo
         with running(worker(folder, client), database18):
             becomes(conn, "done", "later")
         assert [r.name for r in read(folder)[1]].count("acknowledged") == 3
+
+
+def test_after_each_arming_the_journal_is_presented_again_before_anything_is_claimed(
+    database18: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "j"
+    with Provider() as provider, database18.connect(autocommit=True) as conn:
+        given(conn, "a")
+        made = Running(worker(folder, Client(provider.port)), database18.dsn)
+        try:
+            becomes(conn, "done", "a")
+            conn.execute("UPDATE fencepost.ticket SET nonce = nonce")
+            wait_for(lambda: "nothing is claimed" in caplog.text, 10, "the worker to find it disarmed")
+            lose_effects(conn)
+            given(conn, "later")
+            arming.ensure_armed(database18.dsn, database18.state)
+            with pytest.raises(BeginsMissing, match="1 begins"):
+                made.ended()
+        finally:
+            made.ask()
+        assert column(conn, "attempts", "later") == 0
+
+
+def test_a_begin_that_is_under_way_here_is_not_presented_and_one_that_ended_unread_is(
+    database18: Database, tmp_path: Path
+) -> None:
+    journal = Journal(tmp_path / "j")
+    with database18.connect(autocommit=True) as conn, journal.opened("worker-a"):
+        given(conn)
+        job = claimed(conn)
+
+        def unread() -> None:
+            journal.present(conn)
+            assert show(conn) == "running"
+            raise EffectUnknown("neither confirmed nor denied")
+
+        with pytest.raises(EffectUnknown):
+            journal.witness(frame(job.fence), unread)
+        journal.present(conn)
+        assert (show(conn), effect(conn, "state")) == ("blocked", "unknown")
+        with pytest.raises(EffectUnknown):
+            journal.witness(replace(frame(job.fence), operation="nobody's"), unread_elsewhere)
+        for _ in range(2):
+            with pytest.raises(BeginsMissing, match="operation nobody's"):
+                journal.present(conn)
+
+
+def unread_elsewhere() -> None:
+    raise EffectUnknown("neither confirmed nor denied")
 
 
 def test_a_journal_in_use_and_a_torn_one_are_refused_before_anything_is_claimed(
