@@ -244,8 +244,9 @@ def test_a_hint_hides_neither_new_priorities_nor_what_is_due_later_nor_what_is_t
         first = claimed(conn, "lost")
         work(conn, 5, "done")
         hint = moved(conn)
-        for priority in (-7, 3, 9):
-            submit(conn, CLASS, tenant="t", operation=f"p{priority}", args={"n": 1}, priority=priority)
+        with conn.transaction():
+            for priority in (-7, 3, 9):
+                submit(conn, CLASS, tenant="t", operation=f"p{priority}", args={"n": 1}, priority=priority)
         conn.execute("UPDATE fencepost.job SET run_at = clock_timestamp() WHERE operation = 'scheduled'")
         expire(conn, "lost")
         found = [job.operation for job in claim(conn, "w", [CLASS], 10, hint)]
