@@ -538,6 +538,17 @@ def test_a_column_whose_collation_calls_different_names_equal_lets_no_other_tena
         conn.execute("DROP TABLE anycase")
 
 
+def test_a_fence_that_another_transaction_held_meanwhile_covers_nothing(app: App, table: str, operation: str) -> None:
+    held = app.claim(operation)
+    app.manual.execute("SELECT pg_current_xact_id()")
+    with app.worker.transaction():
+        fence(app.worker, held)
+        refused(lambda: nested(app.manual, lambda c: save(c, table, operation)))
+    refused(lambda: save(app.manual, table, operation))
+    app.manual.rollback()
+    publish(app.worker, held, lambda tx: save(tx, table, operation))
+
+
 def test_publications_of_a_copy_whose_numbers_come_again_fence_nothing(app: App, table: str, operation: str) -> None:
     held = app.claim(operation)
     with app.root.transaction():
