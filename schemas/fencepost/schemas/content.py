@@ -187,12 +187,10 @@ def _plain(raw: bytes) -> JsonObject | None:
     if b"\\u" in raw:
         return None
     try:
-        value: object = from_json(raw, cache_strings="keys")
+        value: JsonValue = from_json(raw, cache_strings="keys")
     except ValueError:
         return None
-    if type(value) is not dict or _colons(value) != raw.count(b":"):
-        return None
-    return cast(JsonObject, value)
+    return value if isinstance(value, dict) and _colons(value) == raw.count(b":") else None
 
 
 def _colons(value: object) -> int:
