@@ -175,6 +175,9 @@ def test_deliveries_without_limit_or_several_at_a_time_are_refused() -> None:
     assert field(topics, kafka.subscriber("b", group_id="g", max_workers=2)) == "max_workers"
     assert field(topics, kafka.subscriber("b", group_id="g", batch=True)) == "batch"
     assert field(topics, kafka.subscriber("b")) == "group_id"
+    with pytest.raises(ConfigError) as refused:
+        Inboxes(KafkaBroker("127.0.0.1:1"), "", options=RunnerOptions(batch=2))
+    assert refused.value.field == "batch"
 
 
 @pytest.mark.parametrize("name", ["enable.auto.commit", "auto.commit.enable"])

@@ -15,8 +15,8 @@ def delivery(offset: int, key: bytes, body: bytes = b"x") -> Delivery:
     return Delivery.from_kafka(cluster_id="c", topic="t", partition=0, offset=offset, headers=(), key=key, value=body)
 
 
-def lanes_of(concurrency: int = 4) -> Lanes:
-    lanes = Lanes(RunnerOptions(concurrency=concurrency))
+def lanes_of(concurrency: int = 4, batch: int = 1) -> Lanes:
+    lanes = Lanes(RunnerOptions(concurrency=concurrency, batch=batch))
     lanes.assign("t", 0, "")
     return lanes
 
@@ -28,18 +28,22 @@ def fill(lanes: Lanes, keys: list[bytes], partition: int = 0, first: int = 0) ->
         lanes.add(lane, offset, delivery(offset, key))
 
 
+@pytest.mark.parametrize("batch", [1, 2, 100])
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=30), st.data())
-def test_the_offset_is_a_contiguous_prefix_and_each_key_keeps_its_order(keys: list[bytes], data: st.DataObject) -> None:
-    lanes = lanes_of()
+def test_the_offset_is_a_contiguous_prefix_and_each_key_keeps_its_order(
+    batch: int, keys: list[bytes], data: st.DataObject
+) -> None:
+    lanes = lanes_of(batch=batch)
     fill(lanes, keys)
     lane = lanes.of("t", 0)
     assert lane is not None
     running: list[Work] = []
     done: list[int] = []
     while len(done) < len(keys):
-        while (started := lanes.start()) is not None:
-            running.append(started)
-        assert len({work.key for work in running}) == len(running) <= 4
+        while started := lanes.start():
+            assert len(started) <= batch
+            running += started
+        assert len({work.key for work in running}) == len(running) == lanes.running
         work = running.pop(data.draw(st.integers(0, len(running) - 1)))
         if data.draw(st.booleans()):
             lanes.again(work, 0.0)
@@ -60,15 +64,15 @@ def test_a_partition_that_was_taken_away_starts_nothing_and_moves_no_offset() ->
     lanes = lanes_of()
     fill(lanes, [b"a", b"b", b"a"])
     lane = lanes.of("t", 0)
-    first, second = lanes.start(), lanes.start()
-    assert lane is not None and first is not None and second is not None
+    (first,), (second,) = lanes.start(), lanes.start()
+    assert lane is not None
     lanes.finished(first)
     assert lanes.to_commit([lane]) == [(lane, 1)]
 
     lanes.forget("t", 0)
     lanes.finished(second)
 
-    assert (lanes.to_commit([lane]), lane.end, lanes.start(), lanes.running) == ([], 1, None, 0)
+    assert (lanes.to_commit([lane]), lane.end, lanes.start(), lanes.running) == ([], 1, [], 0)
 
 
 def test_partitions_take_turns_and_concurrency_bounds_them_all() -> None:
@@ -76,8 +80,24 @@ def test_partitions_take_turns_and_concurrency_bounds_them_all() -> None:
     lanes.assign("t", 1, "")
     fill(lanes, [b"a", b"b", b"c", b"d"])
     fill(lanes, [b"e"], partition=1)
-    started = [work for _ in range(4) if (work := lanes.start()) is not None]
+    started = [work for _ in range(4) for work in lanes.start()]
     assert [work.lane.partition for work in started] == [0, 1, 0]
+
+
+def test_a_hand_holds_one_of_each_key_of_every_partition_and_is_free_when_all_of_it_is_done() -> None:
+    lanes = lanes_of(concurrency=1, batch=4)
+    lanes.assign("t", 1, "")
+    fill(lanes, [b"a", b"a", b"b", b"c", b"d"])
+    fill(lanes, [b"e"], partition=1)
+    started = lanes.start()
+    assert [(work.lane.partition, work.offset) for work in started] == [(0, 0), (1, 0), (0, 2), (0, 3)]
+    for work in started[:3]:
+        assert lanes.start() == []
+        lanes.finished(work)
+    lanes.again(started[3], 0.0)
+    assert [work.offset for work in lanes.start()] == [4, 1, 3]
+    lane = lanes.of("t", 0)
+    assert lane is not None and lane.end == 1
 
 
 @pytest.mark.parametrize("case", ["same key", "bytes", "far ahead"])
@@ -92,18 +112,16 @@ def test_a_full_lane_says_so_until_there_is_room(case: str) -> None:
             lanes.add(lane, 0, delivery(0, b"a", b"x" * (1 << 20)))
         case _:
             fill(lanes, [b"slow"])
-            slow = lanes.start()
-            assert slow is not None
+            (slow,) = lanes.start()
             for offset in range(1, AHEAD_MESSAGES):
                 fill(lanes, [b"b"], first=offset)
-                quick = lanes.start()
-                assert quick is not None
+                (quick,) = lanes.start()
                 lanes.finished(quick)
             assert (lane.waiting, lane.full) == (1, True)
             lanes.again(slow, 0.0)
     assert lane.full and not lane.roomy
-    while (work := lanes.start()) is not None:
-        lanes.finished(work)
+    while works := lanes.start():
+        lanes.finished(*works)
     assert lane.roomy
 
 
@@ -113,7 +131,7 @@ def test_lag_counts_from_the_first_unfinished_message() -> None:
     assert lane is not None and lane.behind(7) == 0
     fill(lanes, [b"a", b"b"], first=10)
     assert lane.behind(15) == 5
-    while (work := lanes.start()) is not None:
-        lanes.finished(work)
+    while works := lanes.start():
+        lanes.finished(*works)
     assert lane.behind(15) == 3
     assert lanes.oldest() is None

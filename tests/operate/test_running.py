@@ -203,6 +203,8 @@ def test_a_second_signal_ends_a_consumer_at_once_and_its_message_stays(
         ({"KIND": "kafka", "ADDRESS": "127.0.0.1:1", "TOPICS": "reports"}, "FENCEPOST_CONSUMER_TOPICS"),
         ({"KIND": "rabbitmq", "ADDRESS": "amqp://app:hunter2@127.0.0.1:1/"}, "[consumer.queue]"),
         ({"KIND": "rabbitmq", "ADDRESS": "amqp://app:hunter2@mq.example/", "QUEUE": "q"}, "[consumer.url]"),
+        ({"KIND": "kafka", "ADDRESS": "127.0.0.1:1", "TOPICS": '["reports"]', "BATCH": "1001"}, "[consumer.batch]"),
+        ({"KIND": "rabbitmq", "ADDRESS": "amqp://127.0.0.1:1/", "QUEUE": "q", "BATCH": "17"}, "[consumer.prefetch]"),
         (
             {"KIND": "rabbitmq", "ADDRESS": "amqp://127.0.0.1:1/", "QUEUE": "q", "OPTIONS": '{"window": "5"}'},
             "[consumer.options.window]",

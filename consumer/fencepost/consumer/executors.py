@@ -1,12 +1,14 @@
 """Where attempts run: sync handlers in a bounded pool of threads, async handlers in one event loop of their own.
 
-Either way an attempt becomes a future, so that a loop which must not block never waits for a handler.
+Either way an attempt becomes a future, so that a loop which must not block never waits for a handler. Deliveries that are
+given together are tried together: `Handling.attempt_many`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
@@ -28,9 +30,9 @@ class Threads:
         self._handling = Handling(inbox, database, options)
         self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="fencepost-consumer")
 
-    def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
-        """Starts one attempt."""
-        return self._pool.submit(self._handling.attempt, delivery, tries)
+    def start(self, works: Sequence[tuple[Delivery, Tries]]) -> Future[list[Handled | Again]]:
+        """Starts one attempt at each; the answers stand in their order."""
+        return self._pool.submit(self._handling.attempt_many, works)
 
     def retry(self) -> Future[bool]:
         """Starts handling one dead letter that was given back; False when there is none."""
@@ -52,9 +54,9 @@ class EventLoop:
         self._slots = asyncio.Semaphore(options.concurrency)
         self._handling = AsyncHandling(inbox, database, options)
 
-    def start(self, delivery: Delivery, tries: Tries) -> Future[Handled | Again]:
-        """Starts one attempt."""
-        return asyncio.run_coroutine_threadsafe(self._attempt(delivery, tries), self._loop)
+    def start(self, works: Sequence[tuple[Delivery, Tries]]) -> Future[list[Handled | Again]]:
+        """As `Threads.start`."""
+        return asyncio.run_coroutine_threadsafe(self._attempt(works), self._loop)
 
     def retry(self) -> Future[bool]:
         """As `Threads.retry`."""
@@ -64,9 +66,9 @@ class EventLoop:
         async with self._slots:
             return await self._handling.retry()
 
-    async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
+    async def _attempt(self, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
         async with self._slots:
-            return await self._handling.attempt(delivery, tries)
+            return await self._handling.attempt_many(works)
 
     def close(self) -> None:
         """Cancels what still runs, which rolls back, and ends the loop."""

@@ -74,6 +74,8 @@ class Inboxes:
         self._broker = broker
         self._database = database
         self._options = options or RunnerOptions()
+        if self._options.batch > 1:
+            raise _refused("batch", "FastStream hands over one message at a time", "leave batch at 1, or use a runner")
         self._feeds: dict[object, _Feed] = {}
         broker.insert_middleware(cast(Any, self._net))
 
@@ -220,7 +222,8 @@ class _Feed:
                 return await self._handling.attempt(delivery, tries)
         if not isinstance(self._handling, Threads):
             self._handling = Threads(self._inbox, cast(Database, self._database), self._options)
-        return await asyncio.wrap_future(self._handling.start(delivery, tries))
+        (result,) = await asyncio.wrap_future(self._handling.start([(delivery, tries)]))
+        return result
 
     async def _pause(self, seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + min(seconds, PAUSE_SECONDS)

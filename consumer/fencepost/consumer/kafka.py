@@ -242,28 +242,31 @@ class KafkaRunner:
     def _advance(self) -> None:
         """Starts what may run; nothing once draining."""
         lanes = self._lanes
-        while (work := lanes.start()) is not None:
-            assert work.delivery is not None
+        while works := lanes.start():
+            given = [(work.delivery, work.tries) for work in works if work.delivery is not None]
             try:
-                self._start(work.delivery, work.tries).add_done_callback(partial(self._finished, lanes, work))
+                self._start(given).add_done_callback(partial(self._finished, lanes, works))
             except RuntimeError:  # The executor is shut down: the process is ending.
-                lanes.again(work, self._options.backoff_max)
+                for work in works:
+                    lanes.again(work, self._options.backoff_max)
                 return
 
-    def _finished(self, lanes: Lanes, work: Work, future: Future[Handled | Again]) -> None:
-        result: Handled | Again
+    def _finished(self, lanes: Lanes, works: list[Work], future: Future[list[Handled | Again]]) -> None:
+        results: list[Handled | Again]
         try:
-            result = future.result()
-        except BaseException as error:  # noqa: BLE001  # whatever it was, the message is not done
-            if not work.lane.closed:
-                log.error("%s/%d: the runner failed: %s", work.lane.topic, work.lane.partition, type(error).__name__)
-            result = Again(self._options.backoff_max)
-        if isinstance(result, Again):
-            self.standing.failed()
-            lanes.again(work, result.seconds)
-        else:
-            self.standing.told(result)
-            lanes.finished(work)
+            results = future.result()
+        except BaseException as error:  # noqa: BLE001  # whatever it was, the messages are not done
+            lane = works[0].lane
+            if not lane.closed:
+                log.error("%s/%d: the runner failed: %s", lane.topic, lane.partition, type(error).__name__)
+            results = [Again(self._options.backoff_max)] * len(works)
+        for work, result in zip(works, results, strict=True):
+            if isinstance(result, Again):
+                self.standing.failed()
+                lanes.again(work, result.seconds)
+            else:
+                self.standing.told(result)
+                lanes.finished(work)
         self._advance()
 
     # Offsets and membership.

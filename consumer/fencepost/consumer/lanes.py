@@ -1,7 +1,8 @@
 """Assigned partitions: what waits, what runs, and up to where everything is done. No broker and no database here.
 
-Events of one key run one after the other, in their order; different keys of a partition side by side. An offset counts as
-done only when everything below it is done, so a slow key holds back the offset and never another key.
+Events of one key run one after the other, in their order; different keys of a partition side by side, or up to ``batch`` of
+them in one hand. An offset counts as done only when everything below it is done, so a slow key holds back the offset and
+never another key.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from fencepost.consumer.runner import RunnerOptions, Tries
 
 __all__ = ["Lane", "Lanes", "Work"]
 
+# At least; twice a batch, where that is more.
 BUFFER_MESSAGES = 64
 BUFFER_BYTES = 1024 * 1024
 # How far a partition runs ahead of its slowest key; what a crash hands out again is at most this.
 AHEAD_MESSAGES = 1000
+
+
+@dataclass(slots=True, eq=False)
+class Hand:
+    """What was started together: it is empty when the last of it is done, or has to run again."""
+
+    works: int
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +44,7 @@ class Work:
     tries: Tries
     since: float
     not_before: float = 0.0
+    hand: Hand | None = None
 
     @property
     def done(self) -> bool:
@@ -49,6 +59,7 @@ class Lane:
     topic: str
     partition: int
     topic_id: str
+    room: int = BUFFER_MESSAGES
     closed: bool = False
     paused: bool = False
     # In the order of their offsets; those above the first unfinished one may be done already.
@@ -67,15 +78,13 @@ class Lane:
     @property
     def full(self) -> bool:
         """Whether nothing more should be fetched."""
-        return (
-            self.waiting >= BUFFER_MESSAGES or self.bytes_waiting >= BUFFER_BYTES or len(self.works) >= AHEAD_MESSAGES
-        )
+        return self.waiting >= self.room or self.bytes_waiting >= BUFFER_BYTES or len(self.works) >= AHEAD_MESSAGES
 
     @property
     def roomy(self) -> bool:
         """Whether a full one may be filled again."""
         return (
-            self.waiting <= BUFFER_MESSAGES // 4
+            self.waiting <= self.room // 4
             and self.bytes_waiting <= BUFFER_BYTES // 4
             and len(self.works) <= AHEAD_MESSAGES // 2
         )
@@ -91,7 +100,7 @@ class Lane:
 
 
 class Lanes:
-    """Every assigned partition; at most ``options.concurrency`` deliveries run at a time, partitions in turn.
+    """Every assigned partition; at most ``options.concurrency`` hands of ``options.batch`` run, partitions in turn.
 
     Locks: one, never held over a call to anything else.
     """
@@ -102,6 +111,7 @@ class Lanes:
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._turn: deque[Lane] = deque()
         self._running = 0
+        self._hands = 0
         self._closed = False
 
     def __len__(self) -> int:
@@ -125,7 +135,7 @@ class Lanes:
     def assign(self, topic: str, partition: int, topic_id: str) -> None:
         """A partition is ours from here on."""
         with self._lock:
-            lane = Lane(topic, partition, topic_id)
+            lane = Lane(topic, partition, topic_id, max(BUFFER_MESSAGES, 2 * self._options.batch))
             self._lanes[topic, partition] = lane
             self._turn.append(lane)
 
@@ -162,30 +172,54 @@ class Lanes:
             if len(of_key) == 1:
                 lane.ready.append(work)
 
-    def start(self) -> Work | None:
-        """The next delivery to run, which from now on runs; None while there is none or enough run."""
+    def start(self) -> list[Work]:
+        """What is to run next in one hand, each of another key; from now on it runs. Empty while enough run.
+
+        What was tried before runs alone.
+        """
         now = time.monotonic()
         with self._lock:
-            if self._closed or self._running >= self._options.concurrency:
-                return None
-            for _ in range(len(self._turn)):
-                lane = self._turn[0]
-                self._turn.rotate(-1)
-                if lane.delayed and (due := [work for work in lane.delayed if work.not_before <= now]):
-                    lane.delayed = [work for work in lane.delayed if work.not_before > now]
-                    lane.ready.extend(due)
-                if lane.ready:
-                    self._running += 1
-                    lane.running += 1
-                    return lane.ready.popleft()
-            return None
+            works: list[Work] = []
+            if self._closed or self._hands >= self._options.concurrency:
+                return works
+            while len(works) < self._options.batch and (work := self._next(now, fresh=bool(works))) is not None:
+                works.append(work)
+                if work.tries.tries:
+                    break
+            if works:
+                self._hands += 1
+                hand = Hand(len(works))
+                for work in works:
+                    work.hand = hand
+            return works
+
+    def _next(self, now: float, *, fresh: bool) -> Work | None:
+        for _ in range(len(self._turn)):
+            lane = self._turn[0]
+            self._turn.rotate(-1)
+            if lane.delayed and (due := [work for work in lane.delayed if work.not_before <= now]):
+                lane.delayed = [work for work in lane.delayed if work.not_before > now]
+                lane.ready.extend(due)
+            if lane.ready and not (fresh and lane.ready[0].tries.tries):
+                self._running += 1
+                lane.running += 1
+                return lane.ready.popleft()
+        return None
+
+    def _put_down(self, work: Work) -> None:
+        self._running -= 1
+        work.lane.running -= 1
+        hand, work.hand = work.hand, None
+        assert hand is not None, "it was started"
+        hand.works -= 1
+        if not hand.works:
+            self._hands -= 1
 
     def finished(self, work: Work) -> None:
         """It is committed in the database; the offset moves if everything below is."""
         lane = work.lane
         with self._lock:
-            self._running -= 1
-            lane.running -= 1
+            self._put_down(work)
             lane.waiting -= 1
             lane.bytes_waiting -= work.bytes
             work.delivery = None
@@ -204,8 +238,7 @@ class Lanes:
     def again(self, work: Work, seconds: float) -> None:
         """Nothing of it was committed: it stays first of its key, and runs again after ``seconds``."""
         with self._lock:
-            self._running -= 1
-            work.lane.running -= 1
+            self._put_down(work)
             work.not_before = time.monotonic() + seconds
             work.lane.delayed.append(work)
 

@@ -106,6 +106,8 @@ class RabbitRunner:
         self._delivery_limit = delivery_limit
         self._prefetch = prefetch
         self._options = options or RunnerOptions()
+        if prefetch < self._options.batch:
+            raise ConfigError("a batch is larger than prefetch", field="prefetch", hint="at least twice the batch")
 
     def run(self, stop: threading.Event | None = None) -> None:
         """Runs until ``stop`` is set, then drains: running handlers finish and are acknowledged, the rest goes back.

@@ -1,4 +1,4 @@
-"""Deliveries in hand: of one key one after the other in their order, of all at most ``concurrency`` at a time.
+"""Deliveries in hand: of one key one after the other in their order, of all at most ``concurrency`` times ``batch``.
 
 They outlive the session that brought them; their acknowledgement does not.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from aio_pika.abc import AbstractIncomingMessage
@@ -46,6 +48,16 @@ class _Turn:
         self.users = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """The next delivery of its key; ``told`` gets None where it is not tried any more."""
+
+    session: _Session
+    delivery: Delivery
+    tries: Tries
+    told: asyncio.Future[Handled | Again | None]
+
+
 class Serving:
     """Works on deliveries until it ends; lives in one event loop."""
 
@@ -64,6 +76,8 @@ class Serving:
         # In the order of their arrival, with its time.
         self._tasks: dict[asyncio.Task[None], float] = {}
         self._turns: dict[bytes, _Turn] = {}
+        self._waiting: deque[_Waiting] = deque()
+        self._hands: set[asyncio.Task[None]] = set()
         self._running = 0
         self._giving_back: asyncio.Task[None] | None = None
         self._retrying = False
@@ -109,7 +123,7 @@ class Serving:
     async def end(self) -> None:
         """Drains, then cancels what is left; a cancelled handler's transaction is rolled back."""
         await self.drain()
-        left = [*self._tasks, *([] if self._giving_back is None else [self._giving_back])]
+        left = [*self._tasks, *self._hands, *([] if self._giving_back is None else [self._giving_back])]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -143,10 +157,9 @@ class Serving:
         async with self._turn(delivery.order):
             tries = Tries(self._options)
             while True:
-                async with self._slots:
-                    if self._stop.is_set() or session.closed:
-                        return  # Not acknowledged: the broker gives it to somebody else.
-                    result = await self._attempt(delivery, tries)
+                result = await self._tried(session, delivery, tries)
+                if result is None:
+                    return  # Not acknowledged: the broker gives it to somebody else.
                 if isinstance(result, Handled):
                     break
                 self._standing.failed()
@@ -174,12 +187,54 @@ class Serving:
             if not turn.users:
                 del self._turns[key]
 
-    async def _attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
-        self._running += 1
+    async def _tried(self, session: _Session, delivery: Delivery, tries: Tries) -> Handled | Again | None:
+        """One try, together with others that wait as well; None once stopped, or when its session is over."""
+        waiting = _Waiting(session, delivery, tries, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        hand = asyncio.create_task(self._hand())
+        self._hands.add(hand)
+        hand.add_done_callback(self._hands.discard)
+        return await waiting.told
+
+    async def _hand(self) -> None:
+        """Tries what waits when a slot is free, up to a batch; another hand may have taken it already."""
+        async with self._slots:
+            if not (works := self._taken()):
+                return
+            try:
+                results = await self._attempt([(each.delivery, each.tries) for each in works])
+            except BaseException:
+                for waiting in works:
+                    waiting.told.cancel()
+                raise
+            for waiting, result in zip(works, results, strict=True):
+                if not waiting.told.done():
+                    waiting.told.set_result(result)
+
+    def _taken(self) -> list[_Waiting]:
+        """The next ones; what was tried before is taken alone."""
+        works: list[_Waiting] = []
+        while self._waiting and len(works) < self._options.batch:
+            waiting = self._waiting[0]
+            if works and waiting.tries.tries:
+                break
+            self._waiting.popleft()
+            if waiting.told.done():
+                continue
+            if self._stop.is_set() or waiting.session.closed:
+                waiting.told.set_result(None)
+                continue
+            works.append(waiting)
+            if waiting.tries.tries:
+                break
+        return works
+
+    async def _attempt(self, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
+        self._running += len(works)
         try:
             if self._async is not None:
-                return await self._async.attempt(delivery, tries)
+                return await self._async.attempt_many(works)
             assert self._sync is not None
-            return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.attempt, delivery, tries)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.attempt_many, works)
         finally:
-            self._running -= 1
+            self._running -= len(works)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import random
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import psycopg
 
 from fencepost.consumer import dead_letters, retries
+from fencepost.consumer.batch import BATCH_MAX
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
-from fencepost.consumer.outcomes import Handled, Outcome
+from fencepost.consumer.outcomes import Busy, Handled, Outcome, Unhandled
 from fencepost.consumer.transactions import AsyncDatabase, Database, async_transactions_of, transactions_of
 from fencepost.schemas.errors import ConfigError, InvalidInput, NotDispatched
 from fencepost.schemas.transaction import driver_error
@@ -28,15 +30,18 @@ __all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries", "requ
 log = logging.getLogger("fencepost.consumer")
 
 _SET_ASIDE = (Outcome.CONFLICT, Outcome.UNDECODABLE, Outcome.BEFORE_HORIZON)
-# 08 connection, 40 rollback for concurrency, 53 resources, 55P03 lock not available, 57P the server goes or is not up.
-_NOT_THE_HANDLERS_FAULT = ("08", "40001", "40P01", "53", "55P03", "57P")
+# 08 connection, 53 resources, 57P the server goes or is not up: nothing can be handled.
+_AWAY = ("08", "53", "57P")
+# 40 rollback for concurrency, 55P03 lock not available.
+_NOT_THE_HANDLERS_FAULT = (*_AWAY, "40001", "40P01", "55P03")
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
     """Limits of a runner; times are in seconds.
 
-    concurrency: handlers, and database connections, at the same time. max_attempts: failures of a handler before the
+    concurrency: handlers, and database connections, at the same time. batch: how many messages, each of another key, may
+    be handled in one transaction, one handler after the other; 1 gives each its own. max_attempts: failures of a handler before the
     delivery is set aside. backoff_base doubles with every try up to backoff_max, with jitter. drain_seconds: how long
     running handlers may take after a stop. start_seconds: how long broker and database may be missing at the start.
     answer_seconds: how long the database may take over one statement, a handler's own included, beyond the inbox's wait
@@ -45,6 +50,7 @@ class RunnerOptions:
     """
 
     concurrency: int = 4
+    batch: int = 1
     max_attempts: int = 5
     backoff_base: float = 0.2
     backoff_max: float = 30.0
@@ -56,6 +62,8 @@ class RunnerOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= 256:
             raise ConfigError("concurrency is not between 1 and 256", field="concurrency")
+        if not 1 <= self.batch <= BATCH_MAX:
+            raise ConfigError(f"batch is not between 1 and {BATCH_MAX}", field="batch")
         if not 1 <= self.max_attempts <= 1000:
             raise ConfigError("max_attempts is not between 1 and 1000", field="max_attempts")
         if not 0 < self.backoff_base <= self.backoff_max <= 3600:
@@ -89,6 +97,11 @@ class Tries:
         self._options = options
         self.tries = 0
         self.failures = 0
+
+    def postponed(self) -> Again:
+        """When to try again, where nothing was tried."""
+        self.tries += 1
+        return Again(self._options.backoff(self.tries))
 
     def failed(self, error: Exception, delivery: Delivery) -> Again | None:
         """When to try again, or None when the handler has failed as often as allowed. Logs ids and reason only."""
@@ -135,9 +148,32 @@ class Handling:
         try:
             return _told(self._inbox.handle(self._transactions, delivery))
         except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
-            if (again := tries.failed(error, delivery)) is not None:
-                return again
-            failure = error
+            return self._failed(error, delivery, tries)
+
+    def attempt_many(self, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
+        """Tries each once, all of them in one transaction; for each what `attempt` says.
+
+        A failure is judged as it is there, and takes nothing from the others. Give one of a key at a time, and alone what was
+        tried before: whatever brings its transaction down keeps nobody else from being handled.
+        """
+        if len(works) == 1:
+            return [self.attempt(*works[0])]
+        try:
+            results = self._inbox.handle_many(self._transactions, [delivery for delivery, _ in works])
+        except Exception as error:  # noqa: BLE001  # nothing of it was committed
+            if _away(error):
+                return _postponed(error, works)
+            return [self.attempt(*work) for work in works]
+        return [self._judged(result, *work) for result, work in zip(results, works, strict=True)]
+
+    def _judged(self, result: Handled | Unhandled, delivery: Delivery, tries: Tries) -> Handled | Again:
+        if isinstance(result, Handled):
+            return _told(result)
+        return Again(0.0) if result.error is None else self._failed(result.error, delivery, tries)
+
+    def _failed(self, failure: Exception, delivery: Delivery, tries: Tries) -> Handled | Again:
+        if (again := tries.failed(failure, delivery)) is not None:
+            return again
         try:
             with self._transactions.begin() as begun:
                 return dead_letters.handler_failed(begun.conn, self._inbox.consumer, delivery, failure, tries.failures)
@@ -184,9 +220,28 @@ class AsyncHandling:
         try:
             return _told(await self._inbox.handle(self._transactions, delivery))
         except Exception as error:  # noqa: BLE001  # a handler may raise anything, and is judged
-            if (again := tries.failed(error, delivery)) is not None:
-                return again
-            failure = error
+            return await self._failed(error, delivery, tries)
+
+    async def attempt_many(self, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
+        """As `Handling.attempt_many`."""
+        if len(works) == 1:
+            return [await self.attempt(*works[0])]
+        try:
+            results = await self._inbox.handle_many(self._transactions, [delivery for delivery, _ in works])
+        except Exception as error:  # noqa: BLE001  # as in Handling
+            if _away(error):
+                return _postponed(error, works)
+            return [await self.attempt(*work) for work in works]
+        return [await self._judged(result, *work) for result, work in zip(results, works, strict=True)]
+
+    async def _judged(self, result: Handled | Unhandled, delivery: Delivery, tries: Tries) -> Handled | Again:
+        if isinstance(result, Handled):
+            return _told(result)
+        return Again(0.0) if result.error is None else await self._failed(result.error, delivery, tries)
+
+    async def _failed(self, failure: Exception, delivery: Delivery, tries: Tries) -> Handled | Again:
+        if (again := tries.failed(failure, delivery)) is not None:
+            return again
         try:
             async with self._transactions.begin() as begun:
                 return await dead_letters.handler_failed_async(
@@ -226,14 +281,37 @@ def require_fit(inbox: Inbox[Any] | AsyncInbox[Any], database: Database | AsyncD
         transactions_of(cast(Database, database), inbox.handler)
 
 
+def _postponed(error: Exception, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
+    """Nothing can be handled now: all of them again, after the same time."""
+    again = max((tries.postponed() for _, tries in works), key=lambda each: each.seconds)
+    log.warning(
+        "%s and %d others: not handled (not the handler's fault), again in %.1f s: %s",
+        works[0][0].coordinates,
+        len(works) - 1,
+        again.seconds,
+        dead_letters.describe(error),
+    )
+    return [again] * len(works)
+
+
 def _transient(error: Exception) -> bool:
+    return _sqlstate_of(error, _NOT_THE_HANDLERS_FAULT)
+
+
+def _away(error: Exception) -> bool:
+    """Whether the database cannot be used at all, whatever was to be handled."""
+    return not isinstance(error, Busy) and _sqlstate_of(error, _AWAY)
+
+
+def _sqlstate_of(error: Exception, states: tuple[str, ...]) -> bool:
+    """Whether it is of these, or of what has none: no connection, no answer, no database that could be used."""
     if isinstance(error, NotDispatched):
         return True
     if isinstance(error, ConfigError) and error.field == "database":
         return True
     driver = driver_error(error)
     if isinstance(driver, psycopg.OperationalError):
-        return driver.sqlstate is None or driver.sqlstate.startswith(_NOT_THE_HANDLERS_FAULT)
+        return driver.sqlstate is None or driver.sqlstate.startswith(states)
     return False
 
 

@@ -86,6 +86,7 @@ def _rabbitmq(handler: Inbox[Any] | AsyncInbox[Any], dsn: str, chosen: ConsumerS
 def _options(chosen: ConsumerSettings) -> RunnerOptions:
     return RunnerOptions(
         concurrency=chosen.concurrency,
+        batch=chosen.batch,
         max_attempts=chosen.max_attempts,
         drain_seconds=chosen.drain,
         start_seconds=chosen.start,

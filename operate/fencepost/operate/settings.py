@@ -180,6 +180,7 @@ class ConsumerSettings(_Sources):
     delivery_limit: int = 20
     prefetch: int = 16
     concurrency: int = 4
+    batch: int = 1
     max_attempts: int = 5
     drain: Seconds = 25.0
     start: Seconds = 30.0
