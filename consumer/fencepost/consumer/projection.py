@@ -57,8 +57,10 @@ class Projection(Generic[E]):
 
     def takes(self, type: str) -> bool:
         """Whether events of this type are its own; others of the same history are passed over."""
-        classes = self.reading.classes
-        return not classes or any(each.event_type == type for each in classes)
+        for each in self.reading.classes:
+            if each.event_type == type:
+                return True
+        return not self.reading.classes
 
     def apply(self, tx: Connection[Any], events: Sequence[Event | Envelope]) -> None:
         """Runs the handler on these, in their order, in the caller's transaction."""

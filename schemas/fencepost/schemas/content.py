@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from typing import Any, NoReturn, TypeAlias, cast
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from fencepost.schemas.errors import InvalidInput, Reason, Undecodable
 from fencepost.schemas.identity import as_text
@@ -59,11 +59,13 @@ def decode(raw: bytes, *, limit: int = PAYLOAD_BYTES_MAX) -> JsonObject:
 
     ``limit`` is in bytes. ``field`` of the error is a path such as ``/lines/0/price`` where one is known.
     """
-    text = text_of(raw, limit=limit)
-    try:
-        value: JsonValue = _DECODER.decode(text)
-    except _Suspect:
-        _explain(text)
+    value: JsonValue = _plain(raw) if len(raw) <= limit else None
+    if value is None:
+        text = text_of(raw, limit=limit)
+        try:
+            value = _DECODER.decode(text)
+        except _Suspect:
+            _explain(text)
     # Each can only be exceeded where there are as many signs of it, and counting signs is cheap.
     if raw.count(b":") > KEYS_MAX or b"\\u0000" in raw or raw.count(b"{") + raw.count(b"[") > DEPTH_MAX:
         try:
@@ -148,29 +150,62 @@ def shown_path(parts: Iterable[object]) -> str:
     return ".".join(_shown(str(part)) for part in parts)
 
 
+_FOREIGN = -(1 << 62)
 _CONTENT_BINDING = re.compile(r"jcs-sha256:[0-9a-f]{64}\Z")
 _SHOWN_KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _canonical(value: JsonValue) -> bytes:
-    # json escapes exactly as RFC 8785 does; only the order of names differs, and only beyond ASCII.
-    text = _SORTED.encode(value)
-    if not text.isascii():
-        text = json.dumps(_ordered(value), ensure_ascii=False, separators=(",", ":"))
-    return text.encode()
+    # Strings are escaped exactly as RFC 8785 has it; only the order of names is left to do.
+    return to_json(_ordered(value))
 
 
 def _ordered(value: JsonValue) -> JsonValue:
     if isinstance(value, dict):
-        return {key: _ordered(value[key]) for key in sorted(value, key=_utf16)}
+        # Beyond U+FFFF the order of UTF-16 is another one than that of characters.
+        names = sorted(value) if all(map(str.isascii, value)) else sorted(value, key=_utf16)
+        return {name: item if type(item := value[name]) in _LEAVES else _ordered(item) for name in names}
     if isinstance(value, list):
         return [_ordered(item) for item in value]
     return value
 
 
+_LEAVES = frozenset({str, int, bool, type(None)})
+
+
 def _utf16(key: str) -> bytes:
     return key.encode("utf-16-be")
+
+
+def _plain(raw: bytes) -> JsonObject | None:
+    """The object in ``raw`` where one quick reading proves that it is of the profile; None where that takes more.
+
+    Of two members of one name a reader keeps one. But every member has its colon, and without ``\\u`` no other colon is
+    written than those in strings: so all of them are counted in what was read, or something was lost.
+    """
+    if b"\\u" in raw:
+        return None
+    try:
+        value: JsonValue = from_json(raw, cache_strings="keys")
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and _colons(value) == raw.count(b":") else None
+
+
+def _colons(value: object) -> int:
+    """Colons that it took to write this; a large negative number where something is not of the profile."""
+    kind = type(value)
+    if kind is str:
+        return cast(str, value).count(":")
+    if kind is int:
+        return 0 if -INTEGER_MAX <= cast(int, value) <= INTEGER_MAX else _FOREIGN
+    if kind is dict:
+        members = cast(dict[str, object], value)
+        return len(members) + sum([_colons(item) + name.count(":") for name, item in members.items()])
+    if kind is list:
+        return sum([_colons(item) for item in cast(list[object], value)])
+    return 0 if value is None or kind is bool else _FOREIGN
 
 
 class _Suspect(Exception):
@@ -214,11 +249,10 @@ def _members(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     return found
 
 
-# Made once: each call of json.loads or json.dumps with options makes its own.
+# Made once: each call of json.loads with options makes its own.
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_members, parse_float=_suspect, parse_constant=_suspect, parse_int=_integer
 )
-_SORTED = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
 def _syntax(message: str) -> Reason:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 
 from fencepost.schemas.errors import InvalidInput
@@ -64,14 +65,24 @@ class Digest:
 
 def meaning(tenant: str, operation: str, type: str, version: int, binding: str) -> Digest:
     """What an identity stands for, whatever the epoch: equal meanings are duplicates, others conflicts."""
-    return _hash("fencepost.meaning.v1", tenant, operation, type, str(version), binding)
+    return _hash(_recurring("fencepost.meaning.v1", tenant), operation, _recurring(type, version), binding)
 
 
 def digest(tenant: str, operation: str, type: str, version: int, epoch: int, binding: str) -> Digest:
     """The meaning together with the authority epoch under which its source accepted it."""
-    return _hash("fencepost.digest.v1", tenant, operation, type, str(version), str(epoch), binding)
+    return _hash(_recurring("fencepost.digest.v1", tenant), operation, _recurring(type, version, epoch), binding)
 
 
-def _hash(*parts: str) -> Digest:
-    octets = [part.encode() for part in parts]
-    return Digest(TAG + sha256(b"".join([len(o).to_bytes(4, "big") + o for o in octets])).digest())
+def _hash(first: bytes, operation: str, middle: bytes, binding: str) -> Digest:
+    return Digest(TAG + sha256(b"".join((first, _part(operation), middle, _part(binding)))).digest())
+
+
+def _part(part: str) -> bytes:
+    octets = part.encode()
+    return len(octets).to_bytes(4, "big") + octets
+
+
+# The same few come with every event of a stream.
+@lru_cache(maxsize=1024)
+def _recurring(*parts: str | int) -> bytes:
+    return b"".join(_part(str(part)) for part in parts)

@@ -153,7 +153,7 @@ class Envelope:
         """Recompute binding and digest; the binding, or Undecodable ``digest_mismatch``."""
         binding = self.binding
         expected = digest_of(self.tenant, self.operation, self.type, self.version, self.epoch, binding)
-        if expected != self.digest:
+        if expected.raw != self.digest.raw:
             raise Undecodable(
                 "the digest does not belong to this identity and content",
                 reason="digest_mismatch",
@@ -254,7 +254,7 @@ def from_attributes(attributes: Mapping[str, str], content_type: str | None, pay
 
 def _envelope(attributes: Mapping[str, str], payload: bytes) -> Envelope:
     extra: dict[str, str] = {}
-    for name in sorted(attributes.keys() - _TAKEN):
+    for name in sorted(attributes.keys() - _TAKEN) if len(attributes) > len(REQUIRED) else ():
         if _FOREIGN_NAME.match(name) is None:
             raise InvalidInput("an attribute name is not made of a-z and 0-9", field=content.shown_path((name,)))
         if name in OWN_ATTRIBUTES:
@@ -266,7 +266,7 @@ def _envelope(attributes: Mapping[str, str], payload: bytes) -> Envelope:
     if (reference := attributes.get("fpbinding")) is not None and not reference.startswith("ref:"):
         raise InvalidInput("fpbinding carries references only", field="fpbinding")
     return Envelope(
-        id=UUID(_matching(_UUID, attributes, "id")),
+        id=UUID(int=int(_matching(_UUID, attributes, "id").replace("-", ""), 16)),
         source=_source(attributes["source"]),
         type=name,
         version=version,

@@ -11,13 +11,13 @@ Producers are strict and refuse unknown members; consumers ignore members they d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic_core import to_json
 
 from fencepost.schemas import content
 from fencepost.schemas.envelope import Envelope
@@ -72,8 +72,8 @@ class Event(BaseModel):
 
     event_type: ClassVar[str] = ""
     event_version: ClassVar[int] = 0
-    _content: ClassVar[frozenset[str]] = frozenset()
     _private: ClassVar[frozenset[str]] = frozenset()
+    _public: ClassVar[frozenset[str]] = frozenset()
 
     tenant: str
     operation: str
@@ -101,8 +101,8 @@ class Event(BaseModel):
         for name in ENVELOPE_FIELDS:
             if cls.model_fields[name].annotation is not str or cls.model_fields[name].metadata:
                 raise ConfigError(f"{cls.__name__}.{name} belongs to the envelope", field=name, hint="rename the field")
-        cls._content = fields
         cls._private = frozenset(name for name in fields if _is_private(cls, name))
+        cls._public = fields - cls._private
         if (type is None) != (version is None):
             raise ConfigError(f"{cls.__name__} needs both type and version", field="version" if type else "type")
         if type is not None and version is not None:
@@ -177,16 +177,15 @@ class Event(BaseModel):
             raise Undecodable(
                 "the private member is not an object", reason="invalid_content", field=content.PRIVATE_MEMBER
             )
-        known = {name: item for name, item in value.items() if name in cls._content and name not in cls._private}
-        known |= {name: item for name, item in hidden.items() if name in cls._private}
-        known |= {
-            "tenant": envelope.tenant,
-            "operation": envelope.operation,
-            "ordering_key": envelope.ordering_key,
-        }
+        known = {name: item for name, item in value.items() if name in cls._public}
+        if hidden:
+            known |= {name: item for name, item in hidden.items() if name in cls._private}
+        known["tenant"] = envelope.tenant
+        known["operation"] = envelope.operation
+        known["ordering_key"] = envelope.ordering_key
         try:
             # As JSON, because strict fields accept a date or a Decimal from a JSON string only.
-            event = cls.model_validate_json(json.dumps(known))
+            event = cls.model_validate_json(to_json(known))
         except ValidationError as error:
             where, what = _first(error)
             raise Undecodable(f"{where} is not valid ({what})", reason="invalid_content", field=where) from None

@@ -17,7 +17,15 @@ from uuid import UUID
 
 from fencepost.schemas import json_format
 from fencepost.schemas.content import shown_path
-from fencepost.schemas.envelope import CONTENT_TYPE, SPECVERSION, Envelope, from_attributes, instant, wire_type
+from fencepost.schemas.envelope import (
+    CONTENT_TYPE,
+    REQUIRED,
+    SPECVERSION,
+    Envelope,
+    from_attributes,
+    instant,
+    wire_type,
+)
 from fencepost.schemas.errors import Undecodable
 
 __all__ = ["STRUCTURED_HEADERS", "Encoder", "Header", "decode", "encode", "encode_structured", "encoder", "key"]
@@ -28,6 +36,7 @@ STRUCTURED_HEADERS: tuple[Header, ...] = (("content-type", json_format.STRUCTURE
 """The headers of every message in structured mode."""
 
 _PREFIX = "ce_"
+_NAMES = {f"{_PREFIX}{name}": name for name in REQUIRED}
 _CONTENT_TYPE = "content-type"
 
 
@@ -131,7 +140,7 @@ def decode(
     A present key must be the one this envelope gets, or the bare ordering key, as the mapping of CloudEvents has it; a
     message without a key is accepted.
     """
-    found = list(headers or ())
+    found = headers if isinstance(headers, list) else list(headers or ())
     content_type: str | None = None
     for header, raw in found:
         if len(header) == 12 and header.lower() == _CONTENT_TYPE:
@@ -153,14 +162,17 @@ def decode(
 def _attributes(headers: Iterable[tuple[str, str | bytes | None]]) -> dict[str, str]:
     attributes: dict[str, str] = {}
     for header, raw in headers:
-        if header.startswith(_PREFIX):
+        name = _NAMES.get(header)
+        if name is None:
+            if not header.startswith(_PREFIX):
+                continue
             name = header[len(_PREFIX) :]
-            if name in attributes:
-                raise _duplicate(name)
-            try:
-                attributes[name] = raw.decode() if type(raw) is bytes else _text(raw, name)
-            except UnicodeDecodeError:
-                raise _not_utf8(name) from None
+        if name in attributes:
+            raise _duplicate(name)
+        try:
+            attributes[name] = raw.decode() if type(raw) is bytes else _text(raw, name)
+        except UnicodeDecodeError:
+            raise _not_utf8(name) from None
     return attributes
 
 
