@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Generator, Hashable
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 __all__ = ["AsyncCopies", "Copies"]
@@ -69,11 +69,12 @@ class AsyncCopies:
             turn.users += 1
         mine = False
         try:
-            try:
-                async with asyncio.timeout(seconds):
-                    mine = await turn.lock.acquire()
-            except TimeoutError:
-                pass
+            if turn.users == 1:
+                mine = await turn.lock.acquire()  # nobody to wait for
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        mine = await turn.lock.acquire()
             yield mine
         finally:
             if mine:

@@ -122,16 +122,21 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
         error or ended the transaction; Busy when another copy is still being handled after ``wait_seconds``;
         Unreachable; ConfigError (``database``) where no transaction for this handler can be begun.
         """
+        if isinstance(database, Transactions):
+            return self._handle(database, delivery)
         with opened(database, self.handler, self.wait_seconds) as transactions:
-            try:
-                arrived = self.reading.read(delivery)
-            except Undecodable as error:
-                with transactions.begin() as begun:
-                    return dead_letters.undecodable(begun.conn, self.consumer, delivery, error)
-            with self._copies.turn(_identity(arrived), self.wait_seconds) as mine:
-                if not mine:
-                    raise self._busy(arrived)
-                return self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
+            return self._handle(transactions, delivery)
+
+    def _handle(self, transactions: Transactions, delivery: Delivery) -> Handled:
+        try:
+            arrived = self.reading.read(delivery)
+        except Undecodable as error:
+            with transactions.begin() as begun:
+                return dead_letters.undecodable(begun.conn, self.consumer, delivery, error)
+        with self._copies.turn(_identity(arrived), self.wait_seconds) as mine:
+            if not mine:
+                raise self._busy(arrived)
+            return self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
 
     def handle_many(self, database: Database, deliveries: Sequence[Delivery]) -> list[Handled | Unhandled]:
         """Handles a batch in one transaction; every `Handled` is committed when this returns, nothing of an `Unhandled` is.
@@ -217,16 +222,21 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
         """As `Inbox.handle`, with an AsyncConnection or an asyncio pool of psycopg, an AsyncEngine, or an
         async_sessionmaker. Cancelled during the commit, the outcome is not known: deliver again.
         """
+        if isinstance(database, AsyncTransactions):
+            return await self._handle(database, delivery)
         async with opened_async(database, self.handler, self.wait_seconds) as transactions:
-            try:
-                arrived = self.reading.read(delivery)
-            except Undecodable as error:
-                async with transactions.begin() as begun:
-                    return await dead_letters.undecodable_async(begun.conn, self.consumer, delivery, error)
-            async with self._async_copies.turn(_identity(arrived), self.wait_seconds) as mine:
-                if not mine:
-                    raise self._busy(arrived)
-                return await self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
+            return await self._handle(transactions, delivery)
+
+    async def _handle(self, transactions: AsyncTransactions, delivery: Delivery) -> Handled:
+        try:
+            arrived = self.reading.read(delivery)
+        except Undecodable as error:
+            async with transactions.begin() as begun:
+                return await dead_letters.undecodable_async(begun.conn, self.consumer, delivery, error)
+        async with self._async_copies.turn(_identity(arrived), self.wait_seconds) as mine:
+            if not mine:
+                raise self._busy(arrived)
+            return await self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
 
     async def handle_many(self, database: AsyncDatabase, deliveries: Sequence[Delivery]) -> list[Handled | Unhandled]:
         """As `Inbox.handle_many`, for what `AsyncInbox.handle` takes."""

@@ -131,17 +131,18 @@ def stands(conn: Connection[Any] | AsyncConnection[Any], reservation: Reservatio
 def _values(consumer: str, envelope: Envelope, binding: str, coordinates: str) -> dict[str, object]:
     if not coordinates:
         raise InvalidInput("coordinates are empty", field="coordinates", hint="name broker, place and message")
+    # As text: for each other type the driver looks up how to write it, with every statement anew.
     return {
         "tenant": envelope.tenant,
         "consumer": consumer,
         "operation": envelope.operation,
         "type": envelope.type,
-        "version": envelope.version,
-        "event_id": envelope.id,
+        "version": str(envelope.version),
+        "event_id": str(envelope.id),
         "source": envelope.source,
-        "epoch": envelope.epoch,
+        "epoch": str(envelope.epoch),
         "binding": binding,
-        "event_time": envelope.time,
+        "event_time": envelope.time.isoformat(),
         "coordinates": coordinates,
         "headers": None,
         "payload": None,

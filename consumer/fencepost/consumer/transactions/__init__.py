@@ -170,7 +170,7 @@ async def opened_async(
 
 def require_alive(conn: Connection[Any] | AsyncConnection[Any]) -> None:
     """Invariant: a transaction in which an error was swallowed is never reported as committed."""
-    match conn.info.transaction_status:
+    match conn.pgconn.transaction_status:
         case TransactionStatus.INTRANS:
             return
         case TransactionStatus.INERROR:

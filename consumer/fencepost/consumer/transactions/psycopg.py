@@ -111,7 +111,7 @@ class _AsyncSavepoints:
 
 
 def _require_idle(conn: Connection[Any] | AsyncConnection[Any]) -> None:
-    if conn.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
+    if conn.pgconn.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
         raise WrongTransaction(
             "the connection is inside a transaction, and handle commits its own",
             field="subtransaction",
