@@ -253,6 +253,24 @@ def test_a_removal_that_was_given_up_holds_its_content_until_a_day_later(
         assert sweep(conn, store, grace=GRACE).removed == 0 and store.age(slow.object) is not None
 
 
+def test_a_mark_is_taken_over_after_a_day_and_ended_by_its_maker_only(database18: Database, store: FileStore) -> None:
+    which = {"store": store.identity, "object": "0" * 64}
+
+    def condemned(conn: Conn) -> object:
+        row = conn.execute(orphans.CONDEMN, which).fetchone()
+        return None if row is None else row[0]
+
+    with database18.connect(autocommit=True) as conn:
+        first = condemned(conn)
+        assert first is not None and condemned(conn) is None
+        conn.execute("UPDATE fencepost.object SET condemned_at = condemned_at - interval '25 hours'")
+        second = condemned(conn)
+        assert second is not None and second != first
+        for mark, left in ((first, 1), (second, 0)):
+            conn.execute(orphans.FORGET, {**which, "mark": mark})
+            assert conn.execute("SELECT count(*) FROM fencepost.object").fetchone() == (left,)
+
+
 WORKING = """
 import sys, time
 from pathlib import Path

@@ -430,10 +430,38 @@ def test_what_cannot_be_protected_is_refused_by_field(app: App, table: str) -> N
     assert faults(app) == {}
 
 
+def test_a_partition_of_another_owner_is_refused_and_found_later(app: App) -> None:
+    owner, root = app.login(app.owner), app.login(app.root)
+    for statement in (
+        "CREATE TABLE app.shared (tenant text, operation text, by text) PARTITION BY LIST (by)",
+        "CREATE TABLE app.shared_a PARTITION OF app.shared FOR VALUES IN ('a')",
+    ):
+        app.owner.execute(statement.encode())
+    app.root.execute(f'ALTER TABLE app.shared_a OWNER TO "{root}"'.encode())
+    with pytest.raises(InvalidInput) as error:
+        guarded(app.root, "app.shared")
+    assert error.value.field == "partition"
+    app.root.execute(f"ALTER TABLE app.shared_a OWNER TO {owner}".encode())
+    guarded(app.owner, "app.shared")
+    app.root.execute(f'ALTER TABLE app.shared_a OWNER TO "{root}"'.encode())
+    assert faults(app) == {"app.shared": "app.shared_a has another owner"}
+    app.root.execute("DROP TABLE app.shared")
+    assert faults(app) == {}
+
+
 def test_only_the_owner_unprotects_and_then_the_table_is_like_any_other(app: App, table: str, operation: str) -> None:
     refused(lambda: save(app.worker, table, operation))
     with pytest.raises(psycopg.errors.InsufficientPrivilege), app.worker.transaction():
         unprotect(app.worker, table)
+    with app.roles.login("authority_admin", "reader").connect(autocommit=True) as admin:
+        app.owner.execute(f"GRANT USAGE ON SCHEMA app TO {admin.info.user}".encode())
+        for act in (
+            "SELECT fencepost.end_protection(%(t)s::regclass)",
+            "SELECT fencepost.begin_protection(%(t)s::regclass, 'tenant', 'operation')",
+        ):
+            with pytest.raises(InvalidInput) as error:
+                admin.execute(act.encode(), {"t": table})
+            assert error.value.field == "table"
     with app.owner.transaction():
         unprotect(app.owner, table)
     save(app.worker, table, operation)
@@ -459,6 +487,11 @@ def test_a_renamed_table_stays_protected_and_its_name_is_free_for_another(app: A
     guarded(app.owner, table)
     refused(lambda: save(app.worker, table, operation))
     assert faults(app) == {}
+    app.owner.execute(f"DROP TABLE {table}".encode())
+    assert faults(app) == {}
+    guarded(app.owner, f"{table}_old")
+    left = "SELECT count(*) FROM fencepost.protected WHERE relation = %(r)s"
+    assert app.root.execute(left, {"r": table}).fetchone() == (0,)
 
 
 def test_a_protection_that_is_not_whole_is_named_and_made_whole_by_protecting_again(app: App, table: str) -> None:
@@ -486,6 +519,15 @@ def test_every_role_keeps_exactly_its_row_of_the_matrix_and_migrating_again_chan
 ) -> None:
     assert privileges.differences(app.root, app.roles.install) == []
     database = app.roles.database
+    (function,) = app.root.execute(
+        f"SELECT tgfoid::regprocedure::text FROM pg_trigger WHERE tgrelid = '{table}'::regclass"
+        " AND tgname = 'fencepost_protected'".encode()
+    ).fetchone() or ("",)
+    # As an older version might have made it.
+    app.root.execute(
+        f"CREATE OR REPLACE FUNCTION {function} RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'".encode()
+    )
+    save(app.worker, table, "older")
     migrate.apply(database.dsn, state=database.state, single_role=False, install=app.roles.install)
     assert privileges.differences(app.root, app.roles.install) == []
     refused(lambda: save(app.worker, table, operation))
@@ -518,7 +560,7 @@ def test_identities_of_other_types_are_compared_as_text_and_no_code_of_the_owner
 
 def test_a_column_whose_collation_calls_different_names_equal_lets_no_other_tenant_in(database: Database) -> None:
     with database.connect(autocommit=True) as conn:
-        conn.execute("DROP TABLE IF EXISTS anycase")
+        conn.execute("DROP TABLE IF EXISTS anycase, anycase_2")
         try:
             conn.execute(
                 "CREATE COLLATION IF NOT EXISTS anycase"
@@ -527,7 +569,9 @@ def test_a_column_whose_collation_calls_different_names_equal_lets_no_other_tena
         except psycopg.errors.FeatureNotSupported:
             pytest.skip("this PostgreSQL was built without ICU")
         conn.execute("CREATE TABLE anycase (tenant text COLLATE anycase, operation text COLLATE anycase, by text)")
-        guarded(conn, "anycase")
+        conn.execute("CREATE TABLE anycase_2 (LIKE anycase)")
+        for each in ("anycase", "anycase_2"):
+            guarded(conn, each)
         given(conn)
         held = claimed(conn).fence
         for tenant, op in (("T", "op-1"), ("t", "OP-1")):
@@ -535,7 +579,13 @@ def test_a_column_whose_collation_calls_different_names_equal_lets_no_other_tena
         publish(conn, held, lambda tx: save(tx, "anycase", "op-1"))
         assert conn.execute("SELECT tenant, operation FROM anycase").fetchall() == [("t", "op-1")]
         refused(lambda: conn.execute("UPDATE anycase SET tenant = 'T'"))
-        conn.execute("DROP TABLE anycase")
+        given(conn, tenant="T")
+        other = claimed(conn).fence
+        publish(conn, other, lambda tx: save(tx, "anycase_2", "op-1", tenant="T"))
+        given(conn, job_class="report.mail")
+        third = claimed(conn, job_class="report.mail").fence
+        refused(lambda: publish(conn, third, lambda tx: tx.execute("UPDATE anycase_2 SET tenant = 't'")))
+        conn.execute("DROP TABLE anycase, anycase_2")
 
 
 def test_a_fence_that_another_transaction_held_meanwhile_covers_nothing(app: App, table: str, operation: str) -> None:

@@ -66,9 +66,7 @@ RETURNS text LANGUAGE sql STABLE AS $$
     JOIN pg_namespace AS s ON s.oid = c.relnamespace
     WHERE NOT m.rolsuper
       AND (pg_has_role(m.oid, c.relowner, 'MEMBER') OR pg_has_role(m.oid, s.nspowner, 'MEMBER')
-           OR has_parameter_privilege(m.oid, 'session_replication_role', 'SET')
-           -- Before 16 whoever may create roles could make itself a member of any.
-           OR m.rolcreaterole AND current_setting('server_version_num')::integer < 160000)
+           OR has_parameter_privilege(m.oid, 'session_replication_role', 'SET'))
 $$;
 
 -- Unlike to_regclass, it needs no right to the table's schema.
