@@ -251,6 +251,8 @@ def test_a_hint_hides_neither_new_priorities_nor_what_is_due_later_nor_what_is_t
         expire(conn, "lost")
         found = [job.operation for job in claim(conn, "w", [CLASS], 10, hint)]
         assert found[:2] == ["p9", "p3"] and found[-1] == "p-7" and set(found[2:-1]) == {"lost", "scheduled"}
+        # From then on the priorities that were claimed have marks as well, although nothing is left in them.
+        assert json.loads(moved(conn, hint))["priorities"][CLASS].keys() >= {"9", "3", "0", "-7"}
         with pytest.raises(StaleFence):
             complete(conn, first.fence)
 

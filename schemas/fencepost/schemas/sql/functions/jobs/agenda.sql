@@ -74,14 +74,25 @@ BEGIN
     IF v_noted IS NOT NULL THEN
         FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
             PERFORM fencepost._forget_pointers(v_class, l.priority, l.mark, v_now) FROM fencepost._priorities(v_class, p_marks) AS l;
+            -- Also of priorities that hold nothing at this moment: the default, and those of the newest claims.
             v_priorities := v_priorities || jsonb_build_object(v_class, (
                 SELECT jsonb_object_agg(l.priority, least(v_noted, f.due)) FROM (
-                    SELECT k.priority, k.mark FROM fencepost._priorities(v_class, p_marks) AS k
-                    UNION ALL
-                    SELECT 2147483647, coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')) AS l
+                    SELECT k.priority, max(k.mark) AS mark FROM (
+                        SELECT p.priority, p.mark FROM fencepost._priorities(v_class, p_marks) AS p
+                        UNION ALL
+                        SELECT 2147483647, (p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz
+                        UNION ALL
+                        SELECT 0, '-infinity'
+                        UNION ALL
+                        SELECT j.priority, '-infinity' FROM (
+                            SELECT a.tenant, a.operation FROM fencepost.agenda AS a
+                            WHERE a.class = v_class AND a.priority = 2147483647 ORDER BY a.due DESC LIMIT 100) AS c
+                        JOIN fencepost.job AS j ON j.tenant = c.tenant AND j.operation = c.operation AND j.class = v_class) AS k
+                    GROUP BY k.priority) AS l
                 LEFT JOIN LATERAL (
                     SELECT a.due FROM fencepost.agenda AS a
-                    WHERE a.class = v_class AND a.priority = l.priority AND a.due >= l.mark ORDER BY a.due LIMIT 1) AS f ON true));
+                    WHERE a.class = v_class AND a.priority = l.priority AND a.due >= coalesce(l.mark, '-infinity')
+                    ORDER BY a.due LIMIT 1) AS f ON true));
         END LOOP;
     END IF;
     PERFORM set_config('synchronous_commit', 'off', true);
