@@ -217,6 +217,20 @@ def test_large_payloads_are_found_by_the_index_whatever_the_statistics(database:
         assert plan.count("slot_seq_idx") >= 3, plan
 
 
+def test_many_large_payloads_are_looked_up_one_by_one_whatever_the_length_of_the_backlog(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        conn.execute(FILL)
+        rows = conn.execute("SELECT slot, seq FROM fencepost.outbox ORDER BY slot, seq LIMIT 2000").fetchall()
+        wanted = {"slots": [row[0] for row in rows], "seqs": [row[1] for row in rows], "bytes": 1000}
+        with conn.transaction():
+            conn.execute(IN_ORDER)
+            plan = "\n".join(r[0] for r in conn.execute(WHOLE + LARGE, wanted))
+            found = conn.execute(LARGE, wanted).fetchall()
+        assert "Join Filter" not in plan and "Removed by Join" not in plan, plan
+        assert plan.count("slot_seq_idx") >= 3, plan
+        assert [row[0] for row in found] == [slot for slot in (0, 1) for _ in range(5)]
+
+
 def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
     with database.connect(autocommit=True) as conn:
         conn.execute(FILL)
