@@ -195,7 +195,7 @@ class Shadow:
                 with self.conn.transaction():
                     self.conn.execute(SET_LOCK_TIMEOUT, {"wait": DROP_TIMEOUT})
                     self._drop(self.projection.old)
-            except psycopg.errors.LockNotAvailable:
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 log.warning("%s: somebody still reads what was replaced; it is kept", self.projection.name)
 
     def _swap(self) -> None:
