@@ -193,18 +193,11 @@ class Shadow:
         if drop_old:
             # Locks: one table at a time. This wait outlasts the server's look for deadlocks, so it holds nothing meanwhile.
             try:
-<<<<<<< ours
                 for name in self._ours(self.projection.old):
                     with self.conn.transaction():
                         self.conn.execute(SET_LOCK_TIMEOUT, {"wait": DROP_TIMEOUT})
                         self._drop_one(self.projection.old, name)
-            except psycopg.errors.LockNotAvailable:
-=======
-                with self.conn.transaction():
-                    self.conn.execute(SET_LOCK_TIMEOUT, {"wait": DROP_TIMEOUT})
-                    self._drop(self.projection.old)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
->>>>>>> theirs
                 log.warning("%s: somebody still reads what was replaced; it is kept", self.projection.name)
 
     def _swap(self) -> None:
