@@ -135,6 +135,11 @@ class Run:
         with self._lock:
             return self._concurrency - len(self._executions)
 
+    @property
+    def half(self) -> int:
+        """Half of the jobs that may run at a time, one at least."""
+        return (self._concurrency + 1) // 2
+
     def wait(self, pause: float, stopping: threading.Event, *, full: bool) -> None:
         """Waits for ``pause`` seconds, less when the worker is to stop, or when it was full and a job ends."""
         until = time.monotonic() + pause

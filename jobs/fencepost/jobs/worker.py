@@ -232,11 +232,13 @@ class Worker:
         if free == 0:
             polls.pause = POLL_SECONDS_MIN
             return
+        # Half of the capacity at once: while one half is completed the other runs, and the next is claimed.
+        asked = min(free, run.half)
         try:
             if not run.witnessed(conn):
                 polls.pause = POLL_SECONDS_MAX
                 return
-            jobs = claim(conn, self.owner, self.classes, free, hint.text)
+            jobs = claim(conn, self.owner, self.classes, asked, hint.text)
         except NotArmed as error:
             run.disarmed()
             if not polls.told:
@@ -246,8 +248,12 @@ class Worker:
         if jobs:
             run.execute(jobs)
         hint.renew(conn, busy=bool(jobs))
-        polls.full = len(jobs) == free
-        polls.pause, polls.told = POLL_SECONDS_MIN if jobs else min(polls.pause * 1.5, POLL_SECONDS_MAX), False
+        polls.told = False
+        polls.full = len(jobs) == asked
+        if polls.full and asked < free:
+            polls.pause = 0.0
+        else:
+            polls.pause = POLL_SECONDS_MIN if jobs else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
 
 
 @contextmanager
