@@ -108,13 +108,14 @@ END $$;
 -- crash counts. Work with a pending or unknown effect is never claimed.
 -- Several classes share one order; a class takes no more than its part of it while the others have work. `p_marks` is a
 -- hint from `marks`, or null.
+-- Planned anew each time: a plan from when the tables were empty would read every job of a tenant until they are analysed.
 -- Locks: gate, then job rows that nobody else holds, the most urgent first; no others. Expired leases are reaped first.
 CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off AS $$
+SET jit = off SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_floor bigint;
