@@ -19,6 +19,8 @@ TABLES = (
     "attempt",
     "agenda",
     "job",
+    "turn",
+    "paused",
     "job_class",
     "decision",
     "tenant",

@@ -25,6 +25,7 @@ from fencepost.jobs.execution import Execution
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.outcomes import Completions, given_back, outcome
+from fencepost.jobs.queues import Share
 from fencepost.jobs.renewal import Renewal
 from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
@@ -70,7 +71,6 @@ class Run:
         self._dsn = dsn
         self._owner = owner
         self._classes = classes
-        self._concurrency = concurrency
         self._state = state
         self._journal = journal
         self._presented = False
@@ -130,15 +130,12 @@ class Run:
         with self._lock:
             return list(self._executions.values())
 
-    def free(self) -> int:
-        """How many more jobs may run."""
+    def free(self, share: Share) -> int:
+        """How many more jobs of these classes may run."""
         with self._lock:
-            return self._concurrency - len(self._executions)
-
-    @property
-    def half(self) -> int:
-        """Half of the jobs that may run at a time, one at least."""
-        return (self._concurrency + 1) // 2
+            if share.alone:
+                return share.most - len(self._executions)
+            return share.most - sum(e.job.job_class in share.classes for e in self._executions.values())
 
     def wait(self, pause: float, stopping: threading.Event, *, full: bool) -> None:
         """Waits for ``pause`` seconds, less when the worker is to stop, or when it was full and a job ends."""

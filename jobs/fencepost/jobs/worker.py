@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,12 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
+from fencepost.jobs.claim import DEFAULT_QUEUE, Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry
 from fencepost.jobs.journal import Journal
+from fencepost.jobs.queues import Share, shares
 from fencepost.jobs.run import Run
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
@@ -47,7 +48,6 @@ H = TypeVar("H", bound=SyncHandler | AsyncHandler)
 POLL_SECONDS_MIN = 0.02
 POLL_SECONDS_MAX = 0.5
 STOP_SECONDS = 0.05
-CONCURRENCY_MAX = 256
 HINT_SECONDS = 0.1
 HINT_SECONDS_MAX = 60.0
 
@@ -133,6 +133,10 @@ class Worker:
         max_effect_timeout: float = 30.0,
         network_bound: float = 30.0,
         max_finishes: int = 20,
+        queue: str = DEFAULT_QUEUE,
+        limit: int | None = None,
+        tenant_limit: int | None = None,
+        fair: bool = False,
         reconciliation: Reconciliation = BY_OPERATORS,
     ) -> Callable[[H], H]:
         """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
@@ -140,7 +144,8 @@ class Worker:
         Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
         raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
-        and how their receipts are looked up. See ``JobClassPolicy`` for the rest.
+        and how their receipts are looked up. See ``JobClassPolicy`` for the rest: ``limit`` and ``tenant_limit`` hold for
+        all workers together.
         """
         name = as_class(job_class)
         if name in self._classes:
@@ -155,6 +160,10 @@ class Worker:
             backoff_max=backoff.max,
             max_effect_timeout=max_effect_timeout,
             network_bound=network_bound,
+            queue=queue,
+            limit=limit,
+            tenant_limit=tenant_limit,
+            fair=fair,
         )
 
         def registered(handler: H) -> H:
@@ -167,7 +176,8 @@ class Worker:
         self,
         dsn: str,
         *,
-        concurrency: int = 4,
+        concurrency: int | None = None,
+        queues: Mapping[str, int] | None = None,
         stop: threading.Event | None = None,
         drain: float = 10.0,
         state: Path | None = None,
@@ -177,45 +187,43 @@ class Worker:
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
-        Claims at most ``concurrency`` jobs at a time. On stop nothing more is claimed; running handlers get ``drain``
+        Claims at most ``concurrency`` jobs at a time (default: 4). With ``queues`` it serves those only, and runs at most so
+        many jobs of each. On stop nothing more is claimed; running handlers get ``drain``
         seconds, then their claims are given back uncharged, or blocked where an effect is open. With ``state`` (the
         folder of the witness) the worker arms the database after a plain restart and beats the witness. ``upkeep`` is the
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
         ``journal`` takes the place of the worker's own.
 
-        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
-        InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
+        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class or for
+        queues without one, InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
         JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
         """
-        if not self._classes:
-            raise ConfigError(
-                "the worker has no class", field="classes", hint="decorate a handler with @worker.job(...)"
-            )
-        if not 1 <= concurrency <= CONCURRENCY_MAX:
-            raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
+        parts = shares({name: its.policy.queue for name, its in self._classes.items()}, concurrency, queues)
+        concurrency = sum(share.most for share in parts)
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
             run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep, journal=kept)
             run.start()
             try:
-                self._work(run, dsn, stopping, patience)
+                self._work(run, dsn, stopping, patience, parts)
             finally:
                 run.finish(drain)
 
-    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float) -> None:
+    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float, parts: Sequence[Share]) -> None:
         answered = time.monotonic()
         polls = Polls()
+        served = [name for share in parts for name in share.classes]
         while not stopping.is_set():
             try:
                 with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
                     run.arm()
-                    for registered in self._classes.values():
+                    for registered in map(self._classes.__getitem__, served):
                         register_class(conn, registered.policy)
                         register(conn, registered.policy.name, registered.reconciliation)
-                    hint = Hint(self.classes)
+                    hint = Hint(served)
                     while not stopping.is_set():
-                        self._turn(run, conn, hint, polls)
+                        self._turn(run, conn, hint, polls, parts)
                         answered = time.monotonic()
                         run.wait(polls.pause, stopping, full=polls.full)
             except (psycopg.OperationalError, Unreachable) as error:
@@ -225,35 +233,39 @@ class Worker:
                 polls.pause = min(max(polls.pause, POLL_SECONDS_MIN) * 2, POLL_SECONDS_MAX * 4)
                 stopping.wait(polls.pause)
 
-    def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls) -> None:
+    def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls, parts: Sequence[Share]) -> None:
         """One poll, and how long to wait for the next."""
-        free = run.free()
-        polls.full = free == 0
-        if free == 0:
+        rooms = [(share, free) for share in parts if (free := run.free(share)) > 0]
+        polls.full = len(rooms) < len(parts)
+        if not rooms:
             polls.pause = POLL_SECONDS_MIN
             return
-        # Half of the capacity at once: while one half is completed the other runs, and the next is claimed.
-        asked = min(free, run.half)
+        found = more = False
         try:
             if not run.witnessed(conn):
                 polls.pause = POLL_SECONDS_MAX
                 return
-            jobs = claim(conn, self.owner, self.classes, asked, hint.text)
+            for share, free in rooms:
+                # Half of the capacity at once: while one half is completed the other runs, and the next is claimed.
+                asked = min(free, share.half)
+                jobs = claim(conn, self.owner, share.classes, asked, hint.text)
+                if jobs:
+                    run.execute(jobs)
+                found = found or bool(jobs)
+                polls.full = polls.full or len(jobs) == asked
+                more = more or len(jobs) == asked < free
         except NotArmed as error:
             run.disarmed()
             if not polls.told:
                 log.error("nothing is claimed: %s", error)
             polls.pause, polls.told = POLL_SECONDS_MAX, True
             return
-        if jobs:
-            run.execute(jobs)
-        hint.renew(conn, busy=bool(jobs))
+        hint.renew(conn, busy=found)
         polls.told = False
-        polls.full = len(jobs) == asked
-        if polls.full and asked < free:
+        if more:
             polls.pause = 0.0
         else:
-            polls.pause = POLL_SECONDS_MIN if jobs else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
+            polls.pause = POLL_SECONDS_MIN if found else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from fencepost.operate import (
     orphans,
     parked,
     protected,
+    queues,
     relay,
     replay,
     retention,
@@ -68,6 +69,9 @@ app.add_typer(effects.app, name="effects")
 jobs.app.command("protect")(protected.protect_)
 jobs.app.command("unprotect")(protected.unprotect_)
 jobs.app.command("protected")(protected.protected)
+jobs.app.command("pause")(queues.pause_)
+jobs.app.command("resume")(queues.resume_)
+jobs.app.command("queues")(queues.queues)
 jobs.app.command("orphans")(orphans.orphans)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")

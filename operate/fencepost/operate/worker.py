@@ -25,7 +25,11 @@ def group() -> None:
 @app.command("run")
 def run(
     path: Annotated[str, typer.Argument(metavar="MODULE:WORKER", help="Where the fencepost.jobs Worker is.")],
-    concurrency: Annotated[int, typer.Option(help="Jobs at the same time.")] = 4,
+    concurrency: Annotated[int | None, typer.Option(help="Jobs at the same time. Default: 4.")] = None,
+    queue: Annotated[
+        list[str] | None,
+        typer.Option("--queue", metavar="NAME=JOBS", help="Serve this queue, so many of its jobs at the same time."),
+    ] = None,
     drain: Annotated[float, typer.Option(help="Seconds that running handlers get after a stop.")] = 10.0,
     patience: Annotated[float, typer.Option(help="Seconds without the database before giving up.")] = 60.0,
 ) -> None:
@@ -38,15 +42,32 @@ def run(
     worker = target.load(path, "worker")
     if not isinstance(worker, Worker):
         raise ConfigError(f"{path} is not a worker", field="target", hint="name a fencepost.jobs.worker.Worker")
+    served = _queues(queue)
     stop = threading.Event()
     with draining(stop.set):
         log.info("worker %s runs %s", worker.owner, ", ".join(worker.classes))
         worker.run(
             dsn,
             concurrency=concurrency,
+            queues=served,
             stop=stop,
             drain=drain,
             state=chosen.state,
             patience=patience,
             journal=chosen.worker.journal,
         )
+
+
+def _queues(given: list[str] | None) -> dict[str, int] | None:
+    """What `--queue NAME=JOBS` says; none: every queue."""
+    if not given:
+        return None
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        if not name or not number.isdecimal() or name in found:
+            raise ConfigError(
+                f"--queue {text} is not NAME=JOBS, once for each queue", field="queues", hint="slow=2, say"
+            )
+        found[name] = int(number)
+    return found
