@@ -188,16 +188,16 @@ class Worker:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
         Claims at most ``concurrency`` jobs at a time (default: 4). With ``queues`` it serves those only, and runs at most so
-        many jobs of each. On stop nothing more is claimed; running handlers get ``drain``
-        seconds, then their claims are given back uncharged, or blocked where an effect is open. With ``state`` (the
+        many jobs of each. On stop nothing more is claimed; running handlers get ``drain`` seconds, then their claims are
+        given back uncharged, or blocked where an effect is open. With ``state`` (the
         folder of the witness) the worker arms the database after a plain restart and beats the witness. ``upkeep`` is the
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
         ``journal`` takes the place of the worker's own.
 
         Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class or for
-        queues without one, InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
-        JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
+        queues without one, InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a
+        journal also JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
         """
         parts = shares({name: its.policy.queue for name, its in self._classes.items()}, concurrency, queues)
         concurrency = sum(share.most for share in parts)
@@ -218,7 +218,8 @@ class Worker:
             try:
                 with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
                     run.arm()
-                    for registered in map(self._classes.__getitem__, served):
+                    for name in served:
+                        registered = self._classes[name]
                         register_class(conn, registered.policy)
                         register(conn, registered.policy.name, registered.reconciliation)
                     hint = Hint(served)
