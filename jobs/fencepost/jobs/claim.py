@@ -19,7 +19,8 @@ from pydantic import BaseModel, ValidationError
 
 from fencepost.jobs.fence import Fence
 from fencepost.schemas import content
-from fencepost.schemas.errors import InvalidInput
+from fencepost.schemas.errors import InvalidArgs, Undecodable
+from fencepost.schemas.event import Event
 from fencepost.schemas.identity import Attempt, Epoch, Generation, JobClass, OperationId, Owner, Tenant, as_class
 
 __all__ = ["CLAIM", "MARKS", "REGISTER", "Job", "JobClassPolicy", "Mode", "Policy", "claim", "marks", "register_class"]
@@ -96,12 +97,28 @@ class Job:
         return content.decode(self.args)
 
     def parse(self, model: type[M]) -> M:
-        """The args as a model, or InvalidInput naming the first field that does not fit, never its value."""
+        """The args as a model or an event, or InvalidArgs naming the first field that does not fit, never its value."""
         try:
+            if issubclass(model, Event):
+                return model.parse(_Accepted(self, model))
             return model.model_validate_json(self.args)
+        except Undecodable as error:
+            where = error.field or "content"
         except ValidationError as error:
             where = content.shown_path(error.errors(include_input=False)[0]["loc"])
-            raise InvalidInput(f"args do not fit {model.__name__} at {where}", field=f"args.{where}") from None
+        raise InvalidArgs(f"args do not fit {model.__name__} at {where}", field=f"args.{where}") from None
+
+
+class _Accepted:
+    """The event whose content a job carries, as far as it is known to it."""
+
+    def __init__(self, job: Job, model: type[Event]) -> None:
+        self.id = job.source_event or UUID(int=0)
+        self.type = model.event_type
+        self.version = model.event_version
+        self.tenant = str(job.tenant)
+        self.operation = self.ordering_key = str(job.operation)
+        self.payload = job.args
 
 
 def register_class(conn: Connection[Any], policy: JobClassPolicy) -> None:

@@ -25,6 +25,7 @@ from fencepost.jobs.publish import published
 from fencepost.schemas.errors import (
     EffectOpen,
     EffectUnknown,
+    InvalidArgs,
     InvalidInput,
     LeaseLost,
     NotDispatched,
@@ -127,6 +128,8 @@ def outcome(conn: Connection[Any], execution: Execution, error: BaseException | 
                 _failed(conn, execution, _code(error.reason, "retry"), "", delay=delay)
             case Poison():
                 _failed(conn, execution, _code(error.reason, "poison"), "", final=True)
+            case InvalidArgs():
+                _failed(conn, execution, "invalid_args", error.field or "", final=True)
             case EffectUnknown() | EffectOpen():
                 _failed(conn, execution, "effect_unknown", "")
             case NotDispatched():

@@ -33,14 +33,15 @@ from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
+from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
 
 __all__ = ["Backoff", "Poison", "Retry", "Worker"]
 
-SyncHandler = Callable[[Context, Job], object]
-AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]]
+SyncHandler = Callable[[Context, Job], object] | Callable[[Context, Job, Any], object]
+AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]] | Callable[[AsyncContext, Job, Any], Awaitable[object]]
 S = TypeVar("S", bound=SyncHandler)
 H = TypeVar("H", bound=SyncHandler | AsyncHandler)
 
@@ -67,7 +68,7 @@ class Registered:
     """A class with the handler that runs it."""
 
     policy: JobClassPolicy
-    handler: SyncHandler | AsyncHandler
+    handler: Callable[[Any, Job], object]
     reconciliation: Reconciliation
     asynchronous: bool
     """Whether the handler runs on the event loop."""
@@ -137,6 +138,8 @@ class Worker:
     ) -> Callable[[H], H]:
         """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
 
+        A third parameter annotated with a pydantic model or an Event gets the args as that; args that do not fit make
+        the job poison, reason ``invalid_args``, without a call.
         Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
         raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
@@ -158,7 +161,8 @@ class Worker:
         )
 
         def registered(handler: H) -> H:
-            self._classes[name] = Registered(made, handler, reconciliation, inspect.iscoroutinefunction(handler))
+            asynchronous = inspect.iscoroutinefunction(handler)
+            self._classes[name] = Registered(made, reading_args(handler), reconciliation, asynchronous)
             return handler
 
         return registered

@@ -30,6 +30,7 @@ __all__ = [
     "FencepostError",
     "FinishOnly",
     "FromDatabase",
+    "InvalidArgs",
     "InvalidInput",
     "JournalCorrupt",
     "JournalForeign",
@@ -198,6 +199,10 @@ class WitnessMismatch(Refused, FromDatabase, code="ZF002"):
 
 class InvalidInput(Refused, FromDatabase, code="ZF003"):
     """The value of ``field`` is not acceptable."""
+
+
+class InvalidArgs(InvalidInput):
+    """The args of a job do not fit its handler's model; ``field`` says where. Trying again does not help."""
 
 
 class WrongTransaction(Refused, FromDatabase, code="ZF004"):

@@ -26,6 +26,7 @@ ROLES: tuple[LiteralString, ...] = (
 FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "enqueue": ("producer", "consumer", "executor"),
     "submit": ("producer", "consumer", "executor"),
+    "submit_many": ("producer", "consumer", "executor"),
     "meaning": ("producer", "relay", "consumer", "executor", "reader"),
     "digest": ("producer", "relay", "consumer", "executor", "reader"),
     "armed": (
