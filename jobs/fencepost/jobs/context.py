@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from psycopg import Connection
 
 from fencepost.jobs import stage as staging
+from fencepost.jobs.compute import Computers
 from fencepost.jobs.conduct import Conduct, Opened
 from fencepost.jobs.effects import Dispatch, Kind, NotSent, Recorded, Success
 from fencepost.jobs.execution import Execution
@@ -32,8 +33,9 @@ AsyncCall = Callable[[Any, Dispatch], Awaitable[Success] | Success]
 class Held:
     """What both kinds of context share: the claim, its lease, and the lanes to the database."""
 
-    def __init__(self, execution: Execution, work: Lanes, outcomes: Lanes) -> None:
+    def __init__(self, execution: Execution, work: Lanes, outcomes: Lanes, computers: Computers) -> None:
         self._execution = execution
+        self._computers = computers
         self._work = work
         self._outcomes = outcomes
         self._conduct = Conduct(execution, work, outcomes)
@@ -133,6 +135,16 @@ class Context(Held):
         """
         return self._publish(callback).result()
 
+    def compute(self, function: Callable[..., T], *args: object, timeout: float | None = None) -> T:
+        """Runs ``function(*args)`` in a process of its own, on another core; returns or raises what it does.
+
+        It gets values only, no context: it can neither write nor publish. A lost lease does not end it, so that its result
+        can be staged; ``timeout`` in seconds does, and so does the stop of the worker. ``function`` is one at module level.
+        Raises ComputationDied when its process ended (killed, out of memory, too late): the attempt may be tried again;
+        InvalidInput when function, args or result cannot be pickled.
+        """
+        return self._computers.run(function, args, timeout)
+
     def stage(self, result: object) -> bool:
         """Keeps a JSON result for the successor, with or without the lease; True when it is this attempt's first."""
         return self._stage(result).result()
@@ -201,6 +213,16 @@ class AsyncContext(Held):
         Cancelled while it runs, it is waited for: what was committed counts as published.
         """
         return await finished(asyncio.wrap_future(self._publish(callback)))
+
+    async def compute(self, function: Callable[..., T], *args: object, timeout: float | None = None) -> T:
+        """As ``Context.compute``; when the task is cancelled, as after a lost lease, its process is killed."""
+        given_up = threading.Event()
+        answer = abandonable(lambda: self._computers.run(function, args, timeout, given_up))
+        try:
+            return await asyncio.shield(asyncio.wrap_future(answer))
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
     async def stage(self, result: object) -> bool:
         """As ``Context.stage``."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 from psycopg import Connection
 
 from fencepost.jobs.claim import Job, JobClassPolicy
+from fencepost.jobs.compute import Computers
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import Reconciliation
 from fencepost.jobs.execution import Execution
@@ -66,6 +67,7 @@ class Run:
         state: Path | None,
         upkeep: str | None = None,
         journal: Journal | None = None,
+        processes: int | None = None,
     ) -> None:
         self._dsn = dsn
         self._owner = owner
@@ -84,6 +86,7 @@ class Run:
         self._keeper = None if state is None else Keeper(dsn, state)
         look_ups = {n: h.reconciliation.look_up for n, h in classes.items() if h.reconciliation.look_up is not None}
         self._upkeep = Upkeep(upkeep or dsn, owner, look_ups)
+        self._computers = Computers(processes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
 
@@ -170,7 +173,7 @@ class Run:
     def _run_sync(self, execution: Execution, handler: Callable[[Context, Job], object]) -> None:
         error: BaseException | None = None
         try:
-            handler(Context(execution, self._work, self._outcomes), execution.job)
+            handler(Context(execution, self._work, self._outcomes, self._computers), execution.job)
         except BaseException as raised:  # noqa: BLE001 (whatever it is, it is the outcome of the attempt)
             error = raised
         self._end(execution, error)
@@ -178,7 +181,7 @@ class Run:
     def _run_async(self, loop: asyncio.AbstractEventLoop, executions: Sequence[Execution]) -> None:
         for execution in executions:
             handler = cast(Callable[[AsyncContext, Job], Coroutine[Any, Any, object]], self._handled(execution).handler)
-            context = AsyncContext(execution, self._work, self._outcomes)
+            context = AsyncContext(execution, self._work, self._outcomes, self._computers)
             try:
                 task = loop.create_task(handler(context, execution.job))
             except Exception as error:  # noqa: BLE001 (it takes other arguments: the outcome of the attempt)
@@ -231,6 +234,7 @@ class Run:
             self._freed.wait(0.02)
             self._freed.clear()
         self._release(self.running())
+        self._computers.close()
         self._renewal.stop()
         self._upkeep.stop()
         self._stop_loop()

@@ -178,6 +178,7 @@ class Worker:
         patience: float = 60.0,
         upkeep: str | None = None,
         journal: Path | None = None,
+        processes: int | None = None,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
@@ -186,7 +187,8 @@ class Worker:
         folder of the witness) the worker arms the database after a plain restart and beats the witness. ``upkeep`` is the
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
-        ``journal`` takes the place of the worker's own.
+        ``journal`` takes the place of the worker's own. ``processes``: how many computations run at a time (``ctx.compute``;
+        default: one for each core).
 
         Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
         InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
@@ -198,9 +200,20 @@ class Worker:
             )
         if not 1 <= concurrency <= CONCURRENCY_MAX:
             raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
+        if processes is not None and not 1 <= processes <= CONCURRENCY_MAX:
+            raise ConfigError(f"processes is not between 1 and {CONCURRENCY_MAX}", field="processes")
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
-            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep, journal=kept)
+            run = Run(
+                dsn,
+                self.owner,
+                self._classes,
+                concurrency=concurrency,
+                state=state,
+                upkeep=upkeep,
+                journal=kept,
+                processes=processes,
+            )
             run.start()
             try:
                 self._work(run, dsn, stopping, patience)

@@ -19,6 +19,7 @@ from psycopg.pq import DiagnosticField
 __all__ = [
     "BeginsMissing",
     "CommitWasRollback",
+    "ComputationDied",
     "ConfigError",
     "ConfirmLost",
     "Damaged",
@@ -297,6 +298,10 @@ class ReplayRefused(Refused):
 
 class LeaseLost(Refused):
     """This worker's lease is over: stop; results may be staged for the successor, not published."""
+
+
+class ComputationDied(Unresolved):
+    """The process of a computation ended before its result: killed, crashed or too late. Nothing else is lost by it."""
 
 
 class BeginsMissing(Refused):
