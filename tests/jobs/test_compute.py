@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -92,7 +93,7 @@ def test_closing_kills_what_runs_and_refuses_who_waits(tmp_path: Path) -> None:
 
 
 def test_handlers_compute_elsewhere_and_a_lost_lease_kills_only_what_nobody_waits_for(
-    database18: Database, tmp_path: Path
+    database18: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker()
     found: list[int] = []
@@ -117,6 +118,8 @@ def test_handlers_compute_elsewhere_and_a_lost_lease_kills_only_what_nobody_wait
             wait_for(lambda: gone(int((tmp_path / "pid").read_text())), 30.0, "the computation to be killed")
             becomes(conn, "done", "an.async", job_class="an.async")
     assert sorted(found) == [25, 36, 36]
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_computation_that_dies_fails_its_attempt_and_not_the_worker(database18: Database) -> None:

@@ -201,7 +201,7 @@ class AsyncContext(Held):
                 return await call(request, began.dispatch)
             answer = abandonable(lambda: in_time(call, request, began.dispatch))
             try:
-                value = await asyncio.shield(asyncio.wrap_future(answer))
+                value = await asyncio.shield(watched(answer))
             except asyncio.CancelledError:
                 self._conduct.follow(began, answer)
                 raise
@@ -219,7 +219,7 @@ class AsyncContext(Held):
         given_up = threading.Event()
         answer = abandonable(lambda: self._computers.run(function, args, timeout, given_up))
         try:
-            return await asyncio.shield(asyncio.wrap_future(answer))
+            return await asyncio.shield(watched(answer))
         except asyncio.CancelledError:
             given_up.set()
             raise
@@ -255,6 +255,13 @@ async def settled(work: Future[Any]) -> None:
     """Waits for an outcome to be written, whatever it says."""
     with contextlib.suppress(Exception):
         await asyncio.wrap_future(work)
+
+
+def watched(answer: Future[T]) -> asyncio.Future[T]:
+    """The answer for this event loop; one that comes after its waiter has gone is not complained about."""
+    made = asyncio.wrap_future(answer)
+    made.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return made
 
 
 def in_time(call: Callable[[Any, Dispatch], T], request: Request, dispatch: Dispatch) -> T:
