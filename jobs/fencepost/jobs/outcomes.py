@@ -118,10 +118,10 @@ def outcome(conn: Connection[Any], execution: Execution, error: BaseException | 
                     _failed(conn, execution, "effect_open", "")
             case StaleFence() | LeaseLost():
                 log.warning("%s: refused as no longer current (%s)", job.job_class, error.field)
-                if not execution.lost.is_set():
+                if not execution.is_lost:
                     # Refused for another reason than this claim's own fence: the claim may still hold.
                     _failed(conn, execution, "stale_fence", "")
-            case asyncio.CancelledError() if execution.lost.is_set():
+            case asyncio.CancelledError() if execution.is_lost:
                 return
             case Retry():
                 delay = None if error.after is None else timedelta(seconds=error.after)

@@ -1544,12 +1544,16 @@ DECLARE
     v_count integer := 0;
 BEGIN
     FOR v_key IN
+        WITH due AS MATERIALIZED (
+            SELECT e.tenant, e.operation, e.class, e.effect_key FROM fencepost.effect AS e
+            WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp()))
         SELECT e.tenant, e.operation, e.class, e.effect_key
-        FROM fencepost.effect AS e
-        JOIN fencepost.job AS j ON j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class
-        WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp())
-          AND j.exec <> 'running'
-        ORDER BY e.tenant, e.operation, e.effect_key LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
+        FROM (SELECT d.* FROM due AS d ORDER BY d.tenant, d.operation, d.effect_key) AS e
+        CROSS JOIN LATERAL (
+            SELECT FROM fencepost.job AS j
+            WHERE j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class AND j.exec <> 'running'
+            FOR NO KEY UPDATE SKIP LOCKED) AS j
+        LIMIT p_limit
     LOOP
         IF EXISTS (SELECT FROM fencepost.job AS j
                    WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class
@@ -2459,7 +2463,9 @@ BEGIN
                         SELECT j.priority, '-infinity' FROM (
                             SELECT a.tenant, a.operation FROM fencepost.agenda AS a
                             WHERE a.class = v_class AND a.priority = 2147483647 ORDER BY a.due DESC LIMIT 100) AS c
-                        JOIN fencepost.job AS j ON j.tenant = c.tenant AND j.operation = c.operation AND j.class = v_class) AS k
+                        CROSS JOIN LATERAL (
+                            SELECT i.priority FROM fencepost.job AS i
+                            WHERE i.tenant = c.tenant AND i.operation = c.operation AND i.class = v_class OFFSET 0) AS j) AS k
                     GROUP BY k.priority) AS l
                 LEFT JOIN LATERAL (
                     SELECT a.due FROM fencepost.agenda AS a
@@ -2477,7 +2483,9 @@ RETURNS void LANGUAGE sql AS $$
     -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
     DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
         SELECT a.ctid FROM fencepost.agenda AS a
-        LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        LEFT JOIN LATERAL (
+            SELECT i.exec, i.generation, i.priority, i.run_at FROM fencepost.job AS i
+            WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
             WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
@@ -2606,7 +2614,9 @@ BEGIN
             SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until,
                    coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
             FROM fencepost.agenda AS a
-            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+            LEFT JOIN LATERAL (
+                SELECT k.exec, k.generation, k.lease_until FROM fencepost.job AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class OFFSET 0) AS j ON true
             WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
               AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
             ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
@@ -2622,10 +2632,14 @@ BEGIN
         FROM seen AS s WHERE s.running AND s.lease_until <= v_now;
         CONTINUE WHEN v_keys.tenants IS NULL;
         FOR v_key IN
-            SELECT j.tenant, j.operation FROM unnest(v_keys.tenants, v_keys.operations) AS u (tenant, operation)
-            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
-            WHERE j.exec = 'running' AND j.lease_until <= v_now
-            ORDER BY j.tenant, j.operation LIMIT p_limit - v_count FOR NO KEY UPDATE OF j SKIP LOCKED
+            SELECT u.tenant, u.operation FROM (
+                SELECT k.tenant, k.operation FROM unnest(v_keys.tenants, v_keys.operations) AS k (tenant, operation) ORDER BY 1, 2) AS u
+            CROSS JOIN LATERAL (
+                SELECT FROM fencepost.job AS j
+                WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
+                  AND j.exec = 'running' AND j.lease_until <= v_now
+                FOR NO KEY UPDATE SKIP LOCKED) AS j
+            LIMIT p_limit - v_count
         LOOP
             SELECT j.* INTO v_job FROM fencepost.job AS j
             WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_class;
@@ -2679,18 +2693,21 @@ END $$;
 -- lock: who holds the job may use them.
 CREATE OR REPLACE FUNCTION fencepost._take(
     p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
-RETURNS TABLE (at tid, tenant text, operation text) LANGUAGE plpgsql AS $$
+RETURNS TABLE (at tid, job tid) LANGUAGE plpgsql AS $$
 BEGIN
     RETURN QUERY
-    SELECT d.at, d.tenant, d.operation FROM unnest(p_priorities, p_marks) AS l (priority, mark)
+    SELECT d.at, j.at FROM unnest(p_priorities, p_marks) AS l (priority, mark)
     CROSS JOIN LATERAL (
-        SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
-        JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation, a.epoch FROM fencepost.agenda AS a
         WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
           AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
-          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
-          AND j.open_effects = 0 AND j.epoch = a.epoch
-        ORDER BY a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
+        ORDER BY a.due) AS d
+    CROSS JOIN LATERAL (
+        SELECT k.ctid AS at FROM fencepost.job AS k
+        WHERE k.tenant = d.tenant AND k.operation = d.operation AND k.class = p_class
+          AND k.exec = 'queued' AND k.generation = d.generation AND k.priority = d.priority AND k.run_at <= p_now
+          AND k.open_effects = 0 AND k.epoch = d.epoch
+        FOR NO KEY UPDATE SKIP LOCKED) AS j
     LIMIT p_limit;
 END $$;
 
@@ -2698,23 +2715,24 @@ END $$;
 -- crash counts. Work with a pending or unknown effect is never claimed.
 -- Several classes share one order; a class takes no more than its part of it while the others have work. `p_marks` is a
 -- hint from `marks`, or null.
--- Planned anew each time: a plan from when the tables were empty would read every job of a tenant until they are analysed.
+-- Invariant: here and in what is called from here a job is reached from what points to it, by key in a sub-select of its
+-- own or by the place of a row that is locked; there is no other plan. A plain join would let a plan that was made when the
+-- tables were empty read all jobs until they are analysed.
 -- Locks: gate, then job rows that nobody else holds, the most urgent first; no others. Expired leases are reaped first.
 CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off SET plan_cache_mode = force_custom_plan AS $$
+SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_floor bigint;
     v_class record;
     v_took record;
-    -- What is taken.
+    -- What is taken: pointers, and the locked jobs.
     v_at tid[] := '{}';
-    v_tenants text[] := '{}';
-    v_operations text[] := '{}';
+    v_jobs tid[] := '{}';
     v_classes text[] := '{}';
     v_share integer;
 BEGIN
@@ -2752,12 +2770,10 @@ BEGIN
     LOOP
         v_share := least(v_class.share, p_limit - cardinality(v_at));
         EXIT WHEN v_share = 0;
-        SELECT array_agg(t.at) AS at, array_agg(t.tenant) AS tenants, array_agg(t.operation) AS operations,
-               array_agg(v_class.class) AS classes INTO v_took
+        SELECT array_agg(t.at) AS at, array_agg(t.job) AS jobs, array_agg(v_class.class) AS classes INTO v_took
         FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
         v_at := v_at || v_took.at;
-        v_tenants := v_tenants || v_took.tenants;
-        v_operations := v_operations || v_took.operations;
+        v_jobs := v_jobs || v_took.jobs;
         v_classes := v_classes || v_took.classes;
     END LOOP;
     RETURN QUERY
@@ -2770,10 +2786,9 @@ BEGIN
             attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
             finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(v_at, v_tenants, v_operations, v_classes) AS c (at, tenant, operation, class)
+        FROM unnest(v_at, v_jobs, v_classes) AS c (at, job, class)
         JOIN fencepost.job_class AS k ON k.class = c.class
-        WHERE j.tenant = c.tenant AND j.operation = c.operation AND j.class = c.class
-          AND j.exec = 'queued' AND j.open_effects = 0
+        WHERE j.ctid = c.job AND j.exec = 'queued' AND j.open_effects = 0
           AND j.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
         RETURNING j.*, c.at, k.max_attempts AS class_max_attempts, k.lease
     ), recorded AS (
@@ -2851,15 +2866,16 @@ END $$;
 -- Completes many jobs, each under its own fence, in one transaction: the jobs of those items whose fence is current are
 -- done, the others are left as they are. Returns the refused items only: which one (from 1), the SQLSTATE that `complete`
 -- would have raised for it, and the part of the fence or the field.
--- Planned anew each time, as `claim` is.
+-- Invariant: jobs are reached by key in a sub-select of its own, then by the places of the locked rows, as in `claim`.
 -- Locks: gate, then the job rows by tenant, operation and class; they are compared in a later statement than the one that waits.
 CREATE OR REPLACE FUNCTION fencepost.complete_many(
     p_tenants text[], p_operations text[], p_classes text[], p_generations bigint[], p_attempts uuid[], p_owners text[],
     p_epochs bigint[])
 RETURNS TABLE (item bigint, code text, field text) LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_custom_plan AS $$
+SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     v_floor bigint;
+    v_jobs tid[];
     v_done bigint[];
 BEGIN
     IF cardinality(p_tenants) IS NULL OR cardinality(p_tenants) NOT BETWEEN 1 AND 1000 THEN
@@ -2871,21 +2887,22 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'the parts of the fences are not equally many', 'items', 'give every part of every fence');
     END IF;
     PERFORM fencepost._enter();
-    PERFORM FROM (SELECT u.tenant, u.operation, u.class FROM unnest(p_tenants, p_operations, p_classes) AS u (tenant, operation, class)
-                  ORDER BY 1, 2, 3) AS u
-    JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
-    FOR NO KEY UPDATE OF j;
+    SELECT array_agg(j.at ORDER BY u.item) INTO v_jobs FROM (
+        SELECT k.tenant, k.operation, k.class, k.item
+        FROM unnest(p_tenants, p_operations, p_classes) WITH ORDINALITY AS k (tenant, operation, class, item) ORDER BY 1, 2, 3) AS u
+    LEFT JOIN LATERAL (
+        SELECT k.ctid AS at FROM fencepost.job AS k
+        WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = u.class FOR NO KEY UPDATE) AS j ON true;
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
     PERFORM set_config('synchronous_commit', 'on', true);
     WITH done AS (
         UPDATE fencepost.job AS j SET exec = 'done', done_attempt = u.attempt, attempt = NULL, owner = NULL, lease_until = NULL,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(p_tenants, p_operations, p_classes, p_generations, p_attempts, p_owners, p_epochs) WITH ORDINALITY
-             AS u (tenant, operation, class, generation, attempt, owner, epoch, item)
-        WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
-          AND j.exec = 'running' AND j.generation = u.generation AND j.attempt = u.attempt AND j.owner = u.owner
+        FROM unnest(v_jobs, p_generations, p_attempts, p_owners, p_epochs) WITH ORDINALITY
+             AS u (at, generation, attempt, owner, epoch, item)
+        WHERE j.ctid = u.at AND j.exec = 'running' AND j.generation = u.generation AND j.attempt = u.attempt AND j.owner = u.owner
           AND j.epoch = u.epoch
-          AND u.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.tenant))
+          AND u.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
           AND j.lease_until > clock_timestamp() AND j.open_effects = 0
         RETURNING u.item)
     SELECT array_agg(d.item) INTO v_done FROM done AS d;
@@ -2905,7 +2922,9 @@ BEGIN
             ELSE 'effect' END AS part
         FROM unnest(p_tenants, p_operations, p_classes, p_generations, p_attempts, p_owners, p_epochs) WITH ORDINALITY
              AS u (tenant, operation, class, generation, attempt, owner, epoch, item)
-        LEFT JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
+        LEFT JOIN LATERAL (
+            SELECT k.tenant, k.exec, k.generation, k.attempt, k.owner, k.epoch, k.lease_until FROM fencepost.job AS k
+            WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = u.class OFFSET 0) AS j ON true
         WHERE u.item <> ALL (coalesce(v_done, '{}'))) AS r
     ORDER BY r.item;
 END $$;
