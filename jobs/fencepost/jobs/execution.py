@@ -9,10 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fencepost.jobs.claim import Job, JobClassPolicy
 from fencepost.jobs.journal import Journal
 from fencepost.schemas.errors import LeaseLost, WrongTransaction
+
+if TYPE_CHECKING:
+    from fencepost.jobs.retrying import RetryPolicy
 
 __all__ = ["Execution", "Poison", "Retry"]
 
@@ -37,10 +41,13 @@ class Poison(Exception):
 class Execution:
     """The state that the handler's thread, the renewal and the worker share; every member is safe between threads."""
 
-    def __init__(self, job: Job, policy: JobClassPolicy, journal: Journal | None = None) -> None:
+    def __init__(
+        self, job: Job, policy: JobClassPolicy, journal: Journal | None = None, retry: RetryPolicy | None = None
+    ) -> None:
         self.job = job
         self.policy = policy
         self.journal = journal
+        self.retry = retry
         self.lost = threading.Event()
         """Set once this attempt has no authority left, or the worker gave the claim back."""
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
@@ -36,6 +36,11 @@ from fencepost.jobs.run import Run
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
+
+if TYPE_CHECKING:
+    from tenacity import AsyncRetrying, Retrying
+
+    from fencepost.jobs.retrying import RetryPolicy
 
 __all__ = ["Backoff", "Poison", "Retry", "Worker"]
 
@@ -71,6 +76,7 @@ class Registered:
     reconciliation: Reconciliation
     asynchronous: bool
     """Whether the handler runs on the event loop."""
+    retry: RetryPolicy | None = None
 
 
 @dataclass(slots=True)
@@ -134,13 +140,15 @@ class Worker:
         network_bound: float = 30.0,
         max_finishes: int = 20,
         reconciliation: Reconciliation = BY_OPERATORS,
+        retry: RetryPolicy | Retrying | AsyncRetrying | None = None,
     ) -> Callable[[H], H]:
         """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
 
         Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
         raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
-        and how their receipts are looked up. See ``JobClassPolicy`` for the rest.
+        and how their receipts are looked up. ``retry``: in tenacity's words, which exceptions are retried, how long a
+        retry waits and when to stop (`retrying`); stricter than the rest, never more. See ``JobClassPolicy`` for the rest.
         """
         name = as_class(job_class)
         if name in self._classes:
@@ -157,8 +165,11 @@ class Worker:
             network_bound=network_bound,
         )
 
+        tried = None if retry is None else _retrying(retry)
+
         def registered(handler: H) -> H:
-            self._classes[name] = Registered(made, handler, reconciliation, inspect.iscoroutinefunction(handler))
+            asynchronous = inspect.iscoroutinefunction(handler)
+            self._classes[name] = Registered(made, handler, reconciliation, asynchronous, tried)
             return handler
 
         return registered
@@ -254,6 +265,13 @@ class Worker:
             polls.pause = 0.0
         else:
             polls.pause = POLL_SECONDS_MIN if jobs else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
+
+
+def _retrying(given: RetryPolicy | Retrying | AsyncRetrying) -> RetryPolicy:
+    # Imported here: who gives one has tenacity, and nobody else needs it.
+    from fencepost.jobs.retrying import policy_of
+
+    return policy_of(given)
 
 
 @contextmanager
