@@ -9,10 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fencepost.jobs.claim import Job, JobClassPolicy
 from fencepost.jobs.journal import Journal
 from fencepost.schemas.errors import LeaseLost, WrongTransaction
+
+if TYPE_CHECKING:
+    from fencepost.jobs.retrying import RetryPolicy
 
 __all__ = ["Execution", "Poison", "Retry"]
 
@@ -50,12 +54,16 @@ class Execution:
         "job",
         "journal",
         "policy",
+        "retry",
     )
 
-    def __init__(self, job: Job, policy: JobClassPolicy, journal: Journal | None = None) -> None:
+    def __init__(
+        self, job: Job, policy: JobClassPolicy, journal: Journal | None = None, retry: RetryPolicy | None = None
+    ) -> None:
         self.job = job
         self.policy = policy
         self.journal = journal
+        self.retry = retry
         self._lost = False
         # Made when somebody asks for it: most handlers never do, and it costs more than all the rest of this object.
         self._lost_event: threading.Event | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from psycopg import Connection
 
@@ -31,6 +31,9 @@ from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
 from fencepost.schemas.errors import NotArmed, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
+
+if TYPE_CHECKING:
+    from fencepost.jobs.retrying import RetryPolicy
 
 __all__ = ["Run"]
 
@@ -52,6 +55,8 @@ class Handled(Protocol):
     def asynchronous(self) -> bool: ...
     @property
     def reconciliation(self) -> Reconciliation: ...
+    @property
+    def retry(self) -> RetryPolicy | None: ...
 
 
 class Run:
@@ -155,7 +160,8 @@ class Run:
 
     def execute(self, jobs: Sequence[Job]) -> None:
         """Starts the handlers of claimed jobs, each in a thread of its own or together on the event loop."""
-        executions = [Execution(job, self._classes[job.job_class].policy, self._journal) for job in jobs]
+        classes = [self._classes[job.job_class] for job in jobs]
+        executions = [Execution(j, c.policy, self._journal, c.retry) for j, c in zip(jobs, classes, strict=True)]
         with self._lock:
             self._executions.update((id(execution), execution) for execution in executions)
         if self._loop is not None and (looped := [e for e in executions if self._handled(e).asynchronous]):

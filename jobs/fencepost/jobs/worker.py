@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
@@ -37,6 +37,11 @@ from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
+
+if TYPE_CHECKING:
+    from tenacity import AsyncRetrying, Retrying
+
+    from fencepost.jobs.retrying import RetryPolicy
 
 __all__ = ["Backoff", "Poison", "Retry", "Worker"]
 
@@ -72,6 +77,7 @@ class Registered:
     reconciliation: Reconciliation
     asynchronous: bool
     """Whether the handler runs on the event loop."""
+    retry: RetryPolicy | None = None
 
 
 @dataclass(slots=True)
@@ -135,6 +141,7 @@ class Worker:
         network_bound: float = 30.0,
         max_finishes: int = 20,
         reconciliation: Reconciliation = BY_OPERATORS,
+        retry: RetryPolicy | Retrying | AsyncRetrying | None = None,
     ) -> Callable[[H], H]:
         """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
 
@@ -143,7 +150,8 @@ class Worker:
         Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
         raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
-        and how their receipts are looked up. See ``JobClassPolicy`` for the rest.
+        and how their receipts are looked up. ``retry``: in tenacity's words, which exceptions are retried, how long a
+        retry waits and when to stop (`retrying`); stricter than the rest, never more. See ``JobClassPolicy`` for the rest.
         """
         name = as_class(job_class)
         if name in self._classes:
@@ -160,9 +168,11 @@ class Worker:
             network_bound=network_bound,
         )
 
+        tried = None if retry is None else _retrying(retry)
+
         def registered(handler: H) -> H:
             asynchronous = inspect.iscoroutinefunction(handler)
-            self._classes[name] = Registered(made, reading_args(handler), reconciliation, asynchronous)
+            self._classes[name] = Registered(made, reading_args(handler), reconciliation, asynchronous, tried)
             return handler
 
         return registered
@@ -271,6 +281,13 @@ class Worker:
             polls.pause = 0.0
         else:
             polls.pause = POLL_SECONDS_MIN if jobs else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
+
+
+def _retrying(given: RetryPolicy | Retrying | AsyncRetrying) -> RetryPolicy:
+    # Imported here: who gives one has tenacity, and nobody else needs it.
+    from fencepost.jobs.retrying import policy_of
+
+    return policy_of(given)
 
 
 @contextmanager
