@@ -207,8 +207,7 @@ def test_a_process_paused_past_the_deadline_before_the_first_byte_sends_nothing(
     held: list[Dispatch] = []
 
     def hold(_request: httpx.Request) -> None:
-        for each in held:
-            wait_for(lambda: each.seconds_left() == 0, 10, "the deadline to pass")
+        wait_for(lambda: all(each.seconds_left() == 0 for each in held), 10, "the deadline to pass")
 
     with httpx.Client(trust_env=False, event_hooks={"request": [hold]}) as client:
         call = http_effect(client, "POST", provider.url, success={200}, receipt=receipt)
