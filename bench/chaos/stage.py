@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -76,8 +77,9 @@ class Stage:
         """Where the workers find the provider."""
         return f"http://{places.LOOPBACK}:{self.port}"
 
-    def child(self, name: str, *arguments: str, **env: str) -> Child:
+    def child(self, name: str, *arguments: str, python: str = sys.executable, **env: str) -> Child:
         """A child that ends with the stage; its output is in the stage's folder."""
-        made = Child(arguments, output=self.folder / f"{name}.log", env={"PYTHONPATH": PYTHONPATH, **env})
+        log = self.folder / f"{name}.log"
+        made = Child(arguments, output=log, env={"PYTHONPATH": PYTHONPATH, **env}, python=python)
         self._opened.callback(made.kill)
         return made

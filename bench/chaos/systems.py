@@ -128,10 +128,15 @@ class Fencepost:
 
     name = "fencepost"
 
+    def __init__(self, mutant: LiteralString = "") -> None:
+        self._mutant = mutant
+
     def prepare(self, stage: Stage) -> None:
-        """Tables and classes."""
+        """Tables and classes, and what is to be wrong with the database."""
         with stage.database.connect() as conn:
             prepare(conn)
+            if self._mutant:
+                conn.execute(self._mutant)
 
     def submit(self, conn: Conn, rows: Sequence[dict[str, Any]]) -> None:
         """The domain's rows and the jobs in one commit."""
