@@ -30,14 +30,14 @@ import psycopg
 from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
-from fencepost.jobs.execution import Poison, Retry
+from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
 
-__all__ = ["Backoff", "Poison", "Retry", "Worker"]
+__all__ = ["Backoff", "Poison", "Retry", "Waiting", "Worker"]
 
 SyncHandler = Callable[[Context, Job], object]
 AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]]
@@ -137,8 +137,9 @@ class Worker:
     ) -> Callable[[H], H]:
         """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
 
-        Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
-        raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
+        Durations in seconds. A handler that returns without publishing completes the job by the same fence, and what it
+        returns, if not None, is kept as the job's result (JSON of at most 64 KiB, else it has failed). One that raises
+        fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
         and how their receipts are looked up. See ``JobClassPolicy`` for the rest.
         """
