@@ -21,8 +21,10 @@ from fencepost.jobs.fail import fail, release
 from fencepost.jobs.fence import Fence, complete, fence
 from fencepost.jobs.reconcile import reconcile
 from fencepost.jobs.renew import renew
+from fencepost.jobs.signals import signal
 from fencepost.jobs.states import Effect, Grant, Guard, Job, JobClass, State
 from fencepost.jobs.submit import submit
+from fencepost.jobs.wait import wait
 from fencepost.schemas import arming
 from fencepost.schemas.errors import FencepostError
 from fencepost.schemas.identity import Attempt, Epoch, Generation, Owner, as_class
@@ -87,7 +89,7 @@ class Pair:
         except Exception as error:
             raise AssertionError(self.story(f"PostgreSQL: {error!r}")) from error
         expected = actions[0] if actions and isinstance(actions[0], on.Refused | on.Told) else None
-        self.seen.add(f"{type(event).__name__} {getattr(expected, 'code', '')}")
+        self.seen.add(f"{type(event).__name__} {getattr(expected, 'code', getattr(expected, 'answer', ''))}")
         assert answer == expected, self.story(f"PostgreSQL {answer}, machine {expected}")
         self.compare()
 
@@ -162,7 +164,7 @@ class Pair:
     def poll(self) -> None:
         """Claim takes back what has expired first, then what it finds."""
         number, owner = self.number(), self.rng.choice(("a", "a", "b"))
-        events: list[on.Event] = [on.Reap(), *(on.Deadline(key) for key in range(len(self.state.effects)))]
+        events: list[on.Event] = [on.Reap(), *(on.Deadline(key) for key in range(len(self.state.effects))), on.Wake()]
         for event in events:
             self.log.append(repr(event))
             self.step(event)
@@ -188,7 +190,9 @@ class Pair:
         if chosen is None:
             return
         grant, held = chosen
-        match self.rng.choices(("renew", "begin", "publish", "fail", "final", "give back"), (2, 12, 2, 3, 1, 1))[0]:
+        match self.rng.choices(
+            ("renew", "begin", "publish", "fail", "final", "give back", "wait"), (2, 12, 2, 3, 1, 1, 2)
+        )[0]:
             case "renew":
                 self.both(on.Renew(grant), lambda: renew(self.conn, held))
             case "begin":
@@ -199,8 +203,14 @@ class Pair:
                 self.both(on.Fail(grant), lambda: fail(self.conn, held, "handler_raised"))
             case "final":
                 self.both(on.Fail(grant, final=True), lambda: fail(self.conn, held, "handler_raised", final=True))
+            case "wait":
+                self.both(on.Wait(grant), lambda: self.wait(held))
             case _:
                 self.both(on.GiveBack(grant), lambda: release(self.conn, held))
+
+    def wait(self, held: Fence) -> str:
+        answer = wait(self.conn, held, signal="go")
+        return answer if isinstance(answer, str) else "signalled"
 
     def begin(self, grant: Grant, held: Fence) -> None:
         key, number = self.rng.choices(range(len(self.state.effects)), (2, 1))[0], self.number()
@@ -261,11 +271,17 @@ class Pair:
         assert job is not None
         if chance < 0.3 or job.exec in ("poison", "cancelled"):
             self.both(on.Retry(), lambda: requeue(self.conn, self.name, self.name, self.name, **BY))
-        elif chance < 0.7:
+        elif chance < 0.5 or job.exec == "waiting":
+            self.both(on.Signal(), self.signal)
+        elif chance < 0.75:
             self.both(on.Cancel(), lambda: cancel(self.conn, self.name, self.name, self.name, **BY))
         else:
             meaning = self.rng.choice((1, 2))
             self.both(on.Submit(meaning), lambda: self.submit(meaning))
+
+    def signal(self) -> str:
+        with self.conn.transaction():
+            return signal(self.conn, tenant=self.name, operation=self.name, job_class=self.name, name="go")
 
     def submit(self, meaning: int) -> str:
         with self.conn.transaction():
@@ -346,3 +362,4 @@ def test_postgresql_and_the_machine_say_and_become_the_same(database18: Database
             drive(conn, database18, seed, seen)
     # The sequences reach what they are there for: every refusal that this machine knows.
     assert {f"ZF{code}" for code in CODES} <= {kind.partition(" ")[2] for kind in seen}, sorted(seen)
+    assert {"Wait waiting", "Wait signalled", "Wait ZF030", "Signal recorded", "Signal too_late"} <= seen, sorted(seen)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from fencepost.jobs.claim import Job, JobClassPolicy
 from fencepost.jobs.journal import Journal
-from fencepost.schemas.errors import LeaseLost, WrongTransaction
+from fencepost.jobs.result import keepable
+from fencepost.schemas.errors import InvalidInput, LeaseLost, WrongTransaction
 
 if TYPE_CHECKING:
     from fencepost.jobs.retrying import RetryPolicy
 
-__all__ = ["Execution", "Poison", "Retry"]
+__all__ = ["Execution", "Poison", "Retry", "Waiting"]
 
 
 class Retry(Exception):
@@ -38,6 +39,10 @@ class Poison(Exception):
         self.reason = reason
 
 
+class Waiting(Exception):
+    """Leaves a handler whose job waits: let it out. The attempt has ended, and nothing that this run still does counts."""
+
+
 class Execution:
     """The state that the handler's thread, the renewal and the worker share; every member is safe between threads."""
 
@@ -54,6 +59,7 @@ class Execution:
         "job",
         "journal",
         "policy",
+        "result",
         "retry",
     )
 
@@ -74,6 +80,8 @@ class Execution:
         self._published = False
         self._settled = False
         self._writing = 0
+        self.result: bytes | None = None
+        """What the handler returned, to be kept with the completion."""
 
     @property
     def is_lost(self) -> bool:
@@ -165,6 +173,23 @@ class Execution:
             told = self._on_lost if news else None
         if told is not None:
             told()
+
+    def leave(self) -> None:
+        """The attempt has ended by the handler's own wish: there is nothing to tell it, and no outcome to write."""
+        with self._lock:
+            self._settled = True
+            self._why = self._why or "waiting"
+            self.lost.set()
+
+    def keep(self, value: object) -> InvalidInput | None:
+        """Keeps what the handler returned for its completion; why it cannot be kept, if so. None is nothing."""
+        if value is None or self._published:
+            return None
+        try:
+            self.result = keepable(value)
+        except InvalidInput as error:
+            return error
+        return None
 
     def settle(self) -> bool:
         """Claims the right to write the outcome; True for the first that asks."""

@@ -184,10 +184,15 @@ def _step(s: State, event: Event, off: Off) -> Step:
             job = _fence(s, grant, off)
             if s.open_effects:
                 _refuse("ZF030", "effect")
-            return replace(s, job=_uncharged(_gone(job, "waiting"))), ()
+            if job.signalled:
+                return s, (on.Told("signalled"),)
+            return replace(s, job=_uncharged(_gone(job, "waiting"))), (on.Told("waiting"),)
         case on.Signal():
-            heard = s.job is not None and (Guard.SIGNAL_KEPT not in off or s.job.exec == "waiting")
-            return (replace(s, job=replace(s.job, signalled=True)) if s.job and heard else s), ()
+            job = _job(s)
+            if job.exec == "done":
+                return s, (on.Told("too_late"),)
+            heard = Guard.SIGNAL_KEPT not in off or job.exec == "waiting"
+            return (replace(s, job=replace(job, signalled=True)) if heard else s), (on.Told("recorded"),)
         case on.Cancel():
             return _cancel(s, off)
         case on.LeaseEnds():
@@ -210,7 +215,7 @@ def _step(s: State, event: Event, off: Off) -> Step:
             _armed(s, off)
             if s.job is None or s.job.exec != "waiting" or not s.job.signalled:
                 return s, (on.Told("nothing"),)
-            return replace(s, job=replace(s.job, exec="queued", signalled=False)), (on.Told("queued"),)
+            return replace(s, job=replace(s.job, exec="queued")), (on.Told("queued"),)
         case on.Escalate(key):
             effect = s.effects[key]
             if effect.state != "unknown":

@@ -22,6 +22,7 @@ from fencepost.jobs.fail import Became, fail, release
 from fencepost.jobs.fence import complete, complete_many
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.publish import published
+from fencepost.jobs.result import complete_with
 from fencepost.schemas.errors import (
     EffectOpen,
     EffectUnknown,
@@ -113,7 +114,7 @@ def outcome(conn: Connection[Any], execution: Execution, error: BaseException | 
         match error:
             case None:
                 try:
-                    complete(conn, f)
+                    complete(conn, f) if execution.result is None else complete_with(conn, f, execution.result)
                 except EffectOpen:
                     _failed(conn, execution, "effect_open", "")
             case StaleFence() | LeaseLost():

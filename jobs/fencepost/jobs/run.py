@@ -179,7 +179,9 @@ class Run:
     def _run_sync(self, execution: Execution, handler: Callable[[Context, Job], object]) -> None:
         error: BaseException | None = None
         try:
-            handler(Context(execution, self._work, self._outcomes, self._computers), execution.job)
+            error = execution.keep(
+                handler(Context(execution, self._work, self._outcomes, self._computers), execution.job)
+            )
         except BaseException as raised:  # noqa: BLE001 (whatever it is, it is the outcome of the attempt)
             error = raised
         self._end(execution, error)
@@ -197,13 +199,14 @@ class Run:
             task.add_done_callback(partial(self._ended, execution))
 
     def _ended(self, execution: Execution, task: asyncio.Task[object]) -> None:
-        self._end(execution, asyncio.CancelledError() if task.cancelled() else task.exception())
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self._end(execution, error or execution.keep(task.result()))
 
     def _end(self, execution: Execution, error: BaseException | None) -> None:
         """Sends the outcome to its own lane; the execution counts as running until it is written."""
         if not execution.settle() or (execution.published and error is None):
             self._forget([execution])
-        elif error is None:
+        elif error is None and execution.result is None:
             self._completions.add(execution)
         else:
             self._write(execution, error)

@@ -30,7 +30,7 @@ import psycopg
 from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
-from fencepost.jobs.execution import Poison, Retry
+from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
 from fencepost.jobs.typed import reading_args
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from fencepost.jobs.retrying import RetryPolicy
 
-__all__ = ["Backoff", "Poison", "Retry", "Worker"]
+__all__ = ["Backoff", "Poison", "Retry", "Waiting", "Worker"]
 
 SyncHandler = Callable[[Context, Job], object] | Callable[[Context, Job, Any], object]
 AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]] | Callable[[AsyncContext, Job, Any], Awaitable[object]]
@@ -147,8 +147,9 @@ class Worker:
 
         A third parameter annotated with a pydantic model or an Event gets the args as that; args that do not fit make
         the job poison, reason ``invalid_args``, without a call.
-        Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
-        raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
+        Durations in seconds. A handler that returns without publishing completes the job by the same fence, and what it
+        returns, if not None, is kept as the job's result (JSON of at most 64 KiB, else it has failed). One that raises
+        fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
         and how their receipts are looked up. ``retry``: in tenacity's words, which exceptions are retried, how long a
         retry waits and when to stop (`retrying`); stricter than the rest, never more. See ``JobClassPolicy`` for the rest.

@@ -16,6 +16,7 @@ from fencepost.operate import (
     effects,
     grants,
     inbox,
+    job_signals,
     jobs,
     journal,
     logs,
@@ -65,6 +66,7 @@ app.add_typer(inbox.app, name="inbox")
 app.command("replay")(replay.replay)
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
+jobs.app.command("signal")(job_signals.signal_)
 jobs.app.command("protect")(protected.protect_)
 jobs.app.command("unprotect")(protected.unprotect_)
 jobs.app.command("protected")(protected.protected)

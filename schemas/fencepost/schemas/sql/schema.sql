@@ -323,7 +323,7 @@ CREATE TABLE fencepost.job (
     priority        integer NOT NULL DEFAULT 0,
     run_at          timestamptz NOT NULL,
     exec            text NOT NULL DEFAULT 'queued'
-                    CHECK (exec IN ('queued', 'running', 'done', 'cancelled', 'poison', 'blocked')),
+                    CHECK (exec IN ('queued', 'running', 'waiting', 'done', 'cancelled', 'poison', 'blocked')),
     mode            text NOT NULL DEFAULT 'execute' CHECK (mode IN ('execute', 'finish')),
     generation      bigint NOT NULL DEFAULT 0 CHECK (generation >= 0),
     attempts        integer NOT NULL DEFAULT 0 CHECK (attempts >= 0),
@@ -347,7 +347,8 @@ CREATE TABLE fencepost.job (
 ) WITH (fillfactor = 50);
 
 -- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
--- deleted, never changed. The priority is the priority of a queued job, or 2147483647 for the lease of a running one.
+-- deleted, never changed. The priority is the priority of a queued job, 2147483647 for the lease of a running one, or
+-- 2147483646 for what may wake a waiting one.
 -- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
 CREATE TABLE fencepost.agenda (
     class      text NOT NULL,
@@ -452,7 +453,7 @@ CREATE TABLE fencepost.effect_event (
 CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, effect_key);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', 'a7efa6077ddbb9b15635157542c51e7627bc8f095db0425e0b1fbc410e25891a');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', '9febd33585df69da5f21b7d2109e712180fd2087f6fb4576c3b8f249c27b878d');
 
 -- 0005_routing.sql
 -- Routing and parking: which events each destination answers for, what a refusal does to its key, and operators' acts.
@@ -711,6 +712,67 @@ CREATE INDEX manifest_object ON fencepost.manifest (store, object);
 
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0012_protected.sql', 'd37f4104f76a231aec5146665b3578389af9529cb05a1c3153c9bfbf529444e7');
+
+-- 0013_waiting.sql
+-- What jobs wait for and what they are told, how far they are, and what they returned.
+
+-- One row for each signal that a job has waited for, '' where it waited for a time alone. A waiting job is asleep in the one
+-- that has its generation.
+-- Invariant: an answer never changes while the job lives: what one run was told, every later run is told. 0 says that the
+-- time had come, any other number is a signal's.
+CREATE TABLE fencepost.wait (
+    tenant     text NOT NULL,
+    operation  text NOT NULL,
+    class      text NOT NULL,
+    signal     text NOT NULL,
+    generation bigint NOT NULL,
+    until      timestamptz,
+    answer     bigint CHECK (answer >= 0),
+    began_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class, signal)
+) WITH (fillfactor = 70);
+
+-- What somebody told a job, in a transaction of theirs. No foreign key: it would lock the job.
+CREATE TABLE fencepost.signal (
+    n         bigint GENERATED ALWAYS AS IDENTITY,
+    tenant    text NOT NULL,
+    operation text NOT NULL,
+    class     text NOT NULL,
+    name      text NOT NULL CHECK (name <> ''),
+    key       text,
+    payload   bytea NOT NULL CHECK (octet_length(payload) <= 65536),
+    actor     text,
+    login     text NOT NULL DEFAULT session_user,
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class, name, n)
+);
+CREATE UNIQUE INDEX signal_key ON fencepost.signal (tenant, operation, class, key) WHERE key IS NOT NULL;
+
+-- How far the newest attempt that said so is. What changes is in no index.
+CREATE TABLE fencepost.progress (
+    tenant    text NOT NULL,
+    operation text NOT NULL,
+    class     text NOT NULL,
+    attempt   uuid NOT NULL,
+    fraction  double precision NOT NULL CHECK (fraction BETWEEN 0 AND 1),
+    note      text NOT NULL DEFAULT '',
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class)
+) WITH (fillfactor = 50);
+
+-- What the attempt that completed a job returned, where it returned something.
+CREATE TABLE fencepost.result (
+    tenant    text NOT NULL,
+    operation text NOT NULL,
+    class     text NOT NULL,
+    attempt   uuid NOT NULL,
+    result    bytea NOT NULL CHECK (octet_length(result) <= 65536),
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class)
+);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0013_waiting.sql', '9d1c8ef9f464977e2ce285e69d1d541e6e2016bc9dad04bad4b9babedc6a579a');
 
 SET check_function_bodies = off;
 
@@ -2430,9 +2492,9 @@ BEGIN
     RETURN QUERY
     WITH RECURSIVE known AS MATERIALIZED (
         SELECT m.key::integer AS priority, m.value::timestamptz AS mark
-        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
+        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483646
     ), gap (low, high) AS (
-        SELECT e.priority, lead(e.priority, 1, 2147483647) OVER (ORDER BY e.priority)
+        SELECT e.priority, lead(e.priority, 1, 2147483646) OVER (ORDER BY e.priority)
         FROM (SELECT k.priority FROM known AS k UNION ALL SELECT -2147483648) AS e
     ), found (priority, high) AS (
         SELECT f.priority, g.high FROM gap AS g, LATERAL (
@@ -2477,7 +2539,7 @@ BEGIN
                     SELECT k.priority, max(k.mark) AS mark FROM (
                         SELECT p.priority, p.mark FROM fencepost._priorities(v_class, p_marks) AS p
                         UNION ALL
-                        SELECT 2147483647, (p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz
+                        SELECT r.n, (p_marks -> 'priorities' -> v_class ->> r.n::text)::timestamptz FROM (VALUES (2147483646), (2147483647)) AS r (n)
                         UNION ALL
                         SELECT 0, '-infinity'
                         UNION ALL
@@ -2539,7 +2601,7 @@ DO $$
 DECLARE
     v_table text;
 BEGIN
-    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event'] LOOP
+    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
             EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
@@ -2611,6 +2673,7 @@ BEGIN
     UPDATE fencepost.job AS j SET exec = 'queued', generation = j.generation + 1, attempts = 0, finishes = 0,
         run_at = clock_timestamp(), reason = 'requeued', detail = p_reason, changed_at = clock_timestamp()
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    DELETE FROM fencepost.wait AS w WHERE w.tenant = p_tenant AND w.operation = p_operation AND w.class = p_class;
     INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict)
     VALUES (gen_random_uuid(), 'requeue', p_actor, p_reason, p_tenant, p_operation, p_class, 'queued');
 END $$;
@@ -2768,6 +2831,7 @@ BEGIN
     PERFORM fencepost._enter();
     PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
+    PERFORM fencepost._wake(p_classes, 100, p_marks);
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
     v_now := clock_timestamp();
     -- First to each class its part of the common order, then what is left to whoever has more.
@@ -3142,6 +3206,36 @@ BEGIN
 END $$;
 
 
+-- jobs/progress.sql
+-- Notes how far the current attempt is; nobody else's. Waits half a second at most for the job row (55P03).
+-- Locks: gate, then the job row.
+CREATE OR REPLACE FUNCTION fencepost.report_progress(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint,
+    p_fraction double precision, p_note text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '500ms' AS $$
+BEGIN
+    IF p_fraction IS NULL OR p_fraction NOT BETWEEN 0 AND 1 THEN
+        PERFORM fencepost._refuse('ZF003', 'fraction is not between 0 and 1', 'fraction', NULL);
+    ELSIF p_note IS NULL OR length(p_note) > 200 THEN
+        PERFORM fencepost._refuse('ZF003', 'note is null or longer than 200 characters', 'note', NULL);
+    END IF;
+    PERFORM fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    INSERT INTO fencepost.progress AS p (tenant, operation, class, attempt, fraction, note)
+    VALUES (p_tenant, p_operation, p_class, p_attempt, p_fraction, p_note)
+    ON CONFLICT (tenant, operation, class) DO UPDATE
+    SET attempt = p_attempt, fraction = p_fraction, note = p_note, at = clock_timestamp();
+END $$;
+
+-- What was noted last, and whether the attempt that noted it is the current one still.
+CREATE OR REPLACE FUNCTION fencepost.progress(p_tenant text, p_operation text, p_class text)
+RETURNS TABLE (fraction double precision, note text, attempt uuid, at timestamptz, current boolean)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT p.fraction, p.note, p.attempt, p.at, coalesce(j.attempt = p.attempt, false) FROM fencepost.progress AS p
+    JOIN fencepost.job AS j ON j.tenant = p.tenant AND j.operation = p.operation AND j.class = p.class
+    WHERE p.tenant = p_tenant AND p.operation = p_operation AND p.class = p_class
+$$;
+
+
 -- jobs/protect.sql
 -- Protected tables: PostgreSQL refuses every write of a row whose tenant and operation are not those of a fence that the
 -- same transaction holds. The fence itself is checked once more at the commit, by the guard of its publication.
@@ -3502,6 +3596,94 @@ BEGIN
 END $$;
 
 
+-- jobs/result.sql
+-- As `complete`, and keeps what the attempt returned, in the same commit.
+CREATE OR REPLACE FUNCTION fencepost.complete_with(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint, p_result bytea)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF p_result IS NULL OR octet_length(p_result) > 65536 THEN
+        PERFORM fencepost._refuse('ZF003', 'result is null or larger than 64 KiB', 'result', 'store it elsewhere and return a reference');
+    END IF;
+    PERFORM fencepost.complete(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    INSERT INTO fencepost.result (tenant, operation, class, attempt, result)
+    VALUES (p_tenant, p_operation, p_class, p_attempt, p_result);
+END $$;
+
+-- What the attempt that completed this job returned; nothing while it is not done, or where it returned nothing.
+CREATE OR REPLACE FUNCTION fencepost.result(p_tenant text, p_operation text, p_class text)
+RETURNS TABLE (result bytea, attempt uuid, at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT r.result, r.attempt, r.at FROM fencepost.result AS r
+    WHERE r.tenant = p_tenant AND r.operation = p_operation AND r.class = p_class
+$$;
+
+
+-- jobs/signal.sql
+-- Tells a job something, in the caller's transaction: inserts only, without gate and without a lock of the job, so it can run
+-- inside any transaction. Returns `recorded`; `known` when this key has told the same before, of which only the key is looked
+-- at first; `too_late` when the job is done, and nothing is kept. Another name or payload under the key is a conflict (ZF010).
+-- Locks: two calls with one key wait for each other.
+CREATE OR REPLACE FUNCTION fencepost.signal(
+    p_tenant text, p_operation text, p_class text, p_name text, p_payload bytea, p_key text DEFAULT NULL, p_actor text DEFAULT NULL)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_exec text;
+    v_same boolean;
+BEGIN
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('operation', p_operation);
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._require_identity('name', p_name);
+    IF p_key IS NOT NULL THEN
+        PERFORM fencepost._require_identity('key', p_key);
+    END IF;
+    IF p_actor IS NOT NULL THEN
+        PERFORM fencepost._require_identity('actor', p_actor);
+    END IF;
+    IF p_payload IS NULL OR octet_length(p_payload) > 65536 THEN
+        PERFORM fencepost._refuse('ZF003', 'payload is null or larger than 64 KiB', 'payload', 'store it elsewhere and send a reference');
+    END IF;
+    SELECT j.exec INTO v_exec FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF050', 'there is no such job', 'operation', 'submit it first, in this transaction or before it');
+    END IF;
+    IF v_exec <> 'done' THEN
+        IF (SELECT count(*) FROM (SELECT FROM fencepost.signal AS s
+                                  WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class LIMIT 1000) AS c) = 1000 THEN
+            PERFORM fencepost._refuse('ZF003', 'the job has been told a thousand times', 'name', 'count elsewhere and signal once');
+        END IF;
+        INSERT INTO fencepost.signal (tenant, operation, class, name, key, payload, actor)
+        VALUES (p_tenant, p_operation, p_class, p_name, p_key, p_payload, p_actor) ON CONFLICT DO NOTHING;
+        IF FOUND THEN
+            -- Invariant: whatever the job is at this moment, a claim looks at it after this commit; see _wait_pointers.
+            INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+            VALUES (p_class, 2147483646, clock_timestamp(), p_tenant, p_operation, 0, 0);
+            RETURN 'recorded';
+        END IF;
+    END IF;
+    SELECT s.name = p_name AND s.payload = p_payload INTO v_same FROM fencepost.signal AS s
+    WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class AND s.key = p_key;
+    IF v_same THEN
+        RETURN 'known';
+    ELSIF NOT v_same THEN
+        PERFORM fencepost._refuse('ZF010', 'this key has told the job something else', 'key', 'a new signal needs a new key');
+    ELSIF v_exec <> 'done' THEN
+        RAISE serialization_failure USING MESSAGE = 'the signal was recorded after this snapshot', HINT = 'retry the transaction';
+    END IF;
+    RETURN 'too_late';
+END $$;
+
+-- Everything that a job was told, in the order in which it was written.
+CREATE OR REPLACE FUNCTION fencepost.signals(p_tenant text, p_operation text, p_class text)
+RETURNS TABLE (n bigint, name text, key text, payload bytea, actor text, login text, at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT s.n, s.name, s.key, s.payload, s.actor, s.login, s.at FROM fencepost.signal AS s
+    WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class ORDER BY s.n
+$$;
+
+
 -- jobs/stage.sql
 -- Stores what an attempt computed, for its successor; needs no lease and gives no right to publish. Immutable: the
 -- first candidate of an attempt stays; true when this call stored it.
@@ -3649,6 +3831,146 @@ BEGIN
     PERFORM fencepost._refuse('ZF010',
         format('the operation of job %s already has a job of this class with another meaning', v_other.item), 'operation',
         'a new request needs a new operation');
+END $$;
+
+
+-- jobs/wait.sql
+-- Ends the current attempt until a signal arrives or a time comes, whichever is first; the attempt is not charged. Returns
+-- null when the job sleeps; else what it would have waited for, and the attempt goes on: the number of the first signal of
+-- that name, or 0 when the time has come. `p_after` counts from the first wait for this signal, without one from now.
+-- Locks: gate, then the job row.
+CREATE OR REPLACE FUNCTION fencepost.wait(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint,
+    p_signal text, p_until timestamptz, p_after interval)
+RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_wait fencepost.wait;
+    v_until timestamptz;
+    v_answer bigint;
+BEGIN
+    IF p_signal IS NOT NULL THEN
+        PERFORM fencepost._require_identity('signal', p_signal);
+    ELSIF p_until IS NULL AND p_after IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'neither a signal nor a time is waited for', 'signal', 'give signal, until or both');
+    END IF;
+    IF p_until IS NOT NULL AND (p_after IS NOT NULL
+                                OR p_until NOT BETWEEN '2000-01-01 00:00+00' AND clock_timestamp() + interval '10 years') THEN
+        PERFORM fencepost._refuse('ZF003', 'until is not one instant within the next ten years', 'until',
+            'give an instant with a time zone, or a time from now');
+    ELSIF p_after NOT BETWEEN interval '1 ms' AND interval '3653 days' THEN
+        PERFORM fencepost._refuse('ZF003', 'until is not between a millisecond and ten years away', 'until', NULL);
+    END IF;
+    v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    IF v_job.open_effects > 0 THEN
+        PERFORM fencepost._refuse('ZF030', 'an effect of this job is pending or unknown', 'effect', 'record or reconcile it first');
+    END IF;
+    SELECT w.* INTO v_wait FROM fencepost.wait AS w
+    WHERE w.tenant = p_tenant AND w.operation = p_operation AND w.class = p_class AND w.signal = coalesce(p_signal, '');
+    v_until := coalesce(p_until, CASE WHEN p_signal IS NULL OR v_wait.began_at IS NULL THEN clock_timestamp()
+                                 ELSE v_wait.began_at END + p_after);
+    v_answer := v_wait.answer;
+    IF v_answer IS NULL THEN
+        SELECT min(s.n) INTO v_answer FROM fencepost.signal AS s
+        WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class AND s.name = p_signal;
+    END IF;
+    IF v_answer IS NULL AND v_until <= clock_timestamp() THEN
+        v_answer := 0;
+    END IF;
+    IF v_answer IS NOT NULL THEN
+        IF p_signal IS NOT NULL AND v_wait.answer IS NULL THEN
+            INSERT INTO fencepost.wait AS w (tenant, operation, class, signal, generation, answer)
+            VALUES (p_tenant, p_operation, p_class, p_signal, v_job.generation, v_answer)
+            ON CONFLICT (tenant, operation, class, signal) DO UPDATE SET answer = v_answer;
+        END IF;
+        RETURN v_answer;
+    END IF;
+    UPDATE fencepost.job AS j SET exec = 'waiting', generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
+        attempts = greatest(j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END, 0),
+        finishes = greatest(j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END, 0),
+        reason = CASE WHEN p_signal IS NULL THEN 'waiting_for_time' ELSE 'waiting_for_signal' END,
+        detail = coalesce(p_signal, ''), changed_at = clock_timestamp()
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    INSERT INTO fencepost.wait AS w (tenant, operation, class, signal, generation, until)
+    VALUES (p_tenant, p_operation, p_class, coalesce(p_signal, ''), v_job.generation + 1, v_until)
+    ON CONFLICT (tenant, operation, class, signal) DO UPDATE SET generation = v_job.generation + 1, until = v_until;
+    RETURN NULL;
+END $$;
+
+-- Whoever goes to sleep is looked at when its time comes and, where it waits for a signal, once right after its commit.
+-- Invariant: a signal and a wait that do not see each other are looked at by whichever commits later: each leaves a pointer
+-- of its own, and the look that uses it sees both. The pointers are in the agenda under the priority 2147483646.
+CREATE OR REPLACE FUNCTION fencepost._wait_pointers()
+RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+    SELECT NEW.class, 2147483646, greatest(d.due, clock_timestamp()), NEW.tenant, NEW.operation, NEW.generation, 0
+    FROM (SELECT NEW.until WHERE NEW.until IS NOT NULL UNION ALL SELECT clock_timestamp() WHERE NEW.signal <> '') AS d (due);
+    RETURN NULL;
+END $$;
+-- Locks: none where the trigger exists.
+DO $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'fencepost.wait'::regclass AND tgname = 'wait_pointers') THEN
+        CREATE TRIGGER wait_pointers AFTER INSERT OR UPDATE ON fencepost.wait FOR EACH ROW
+        WHEN (NEW.answer IS NULL) EXECUTE FUNCTION fencepost._wait_pointers();
+    END IF;
+END $$;
+
+-- Queues waiting jobs whose signal has arrived or whose time has come, each at most once; called by every claim.
+-- Locks: agenda rows and job rows that nobody else holds; a job that somebody holds keeps its pointer for the next look.
+CREATE OR REPLACE FUNCTION fencepost._wake(p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
+RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_class text;
+    v_mark timestamptz;
+    v_over record;
+    v_held record;
+    v_count integer := 0;
+BEGIN
+    FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
+        v_mark := coalesce((p_marks -> 'priorities' -> v_class ->> '2147483646')::timestamptz, '-infinity');
+        CONTINUE WHEN NOT EXISTS (SELECT FROM fencepost.agenda AS a
+                                  WHERE a.class = v_class AND a.priority = 2147483646 AND a.due <= v_now AND a.due >= v_mark);
+        WITH seen AS MATERIALIZED (
+            SELECT a.ctid AS at, a.tenant, a.operation, j.generation,
+                   coalesce(j.exec = 'waiting' AND (w.until <= v_now OR EXISTS (
+                       SELECT FROM fencepost.signal AS s
+                       WHERE s.tenant = w.tenant AND s.operation = w.operation AND s.class = w.class AND s.name = w.signal)),
+                       false) AS over
+            FROM fencepost.agenda AS a
+            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+            LEFT JOIN fencepost.wait AS w ON w.tenant = j.tenant AND w.operation = j.operation AND w.class = j.class
+                                         AND w.generation = j.generation AND w.answer IS NULL
+            WHERE a.class = v_class AND a.priority = 2147483646 AND a.due <= v_now AND a.due >= v_mark
+            ORDER BY a.due LIMIT p_limit FOR UPDATE OF a SKIP LOCKED
+        ), used AS (
+            DELETE FROM fencepost.agenda AS a USING seen AS s WHERE a.ctid = s.at AND NOT s.over
+        )
+        SELECT array_agg(s.at) AS at, array_agg(s.tenant) AS tenants, array_agg(s.operation) AS operations,
+               array_agg(s.generation) AS generations INTO v_over
+        FROM seen AS s WHERE s.over;
+        CONTINUE WHEN v_over.at IS NULL;
+        SELECT array_agg(h.tenant) AS tenants, array_agg(h.operation) AS operations INTO v_held FROM (
+            SELECT j.tenant, j.operation
+            FROM (SELECT DISTINCT u.tenant, u.operation, u.generation
+                  FROM unnest(v_over.tenants, v_over.operations, v_over.generations) AS u (tenant, operation, generation)) AS u
+            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
+            WHERE j.exec = 'waiting' AND j.generation = u.generation
+            FOR NO KEY UPDATE OF j SKIP LOCKED) AS h;
+        CONTINUE WHEN v_held.tenants IS NULL;
+        UPDATE fencepost.job AS j SET exec = 'queued', run_at = clock_timestamp(), reason = 'woken', changed_at = clock_timestamp()
+        FROM unnest(v_held.tenants, v_held.operations) AS h (tenant, operation)
+        WHERE j.tenant = h.tenant AND j.operation = h.operation AND j.class = v_class AND j.exec = 'waiting';
+        DELETE FROM fencepost.agenda AS a
+        USING unnest(v_over.at, v_over.tenants, v_over.operations) AS u (at, tenant, operation)
+        JOIN unnest(v_held.tenants, v_held.operations) AS h (tenant, operation)
+          ON h.tenant = u.tenant AND h.operation = u.operation
+        WHERE a.ctid = u.at;
+        v_count := v_count + cardinality(v_held.tenants);
+    END LOOP;
+    RETURN v_count;
 END $$;
 
 

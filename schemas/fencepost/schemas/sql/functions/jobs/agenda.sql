@@ -33,9 +33,9 @@ BEGIN
     RETURN QUERY
     WITH RECURSIVE known AS MATERIALIZED (
         SELECT m.key::integer AS priority, m.value::timestamptz AS mark
-        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
+        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483646
     ), gap (low, high) AS (
-        SELECT e.priority, lead(e.priority, 1, 2147483647) OVER (ORDER BY e.priority)
+        SELECT e.priority, lead(e.priority, 1, 2147483646) OVER (ORDER BY e.priority)
         FROM (SELECT k.priority FROM known AS k UNION ALL SELECT -2147483648) AS e
     ), found (priority, high) AS (
         SELECT f.priority, g.high FROM gap AS g, LATERAL (
@@ -80,7 +80,7 @@ BEGIN
                     SELECT k.priority, max(k.mark) AS mark FROM (
                         SELECT p.priority, p.mark FROM fencepost._priorities(v_class, p_marks) AS p
                         UNION ALL
-                        SELECT 2147483647, (p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz
+                        SELECT r.n, (p_marks -> 'priorities' -> v_class ->> r.n::text)::timestamptz FROM (VALUES (2147483646), (2147483647)) AS r (n)
                         UNION ALL
                         SELECT 0, '-infinity'
                         UNION ALL

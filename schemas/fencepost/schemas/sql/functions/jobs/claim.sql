@@ -149,6 +149,7 @@ BEGIN
     PERFORM fencepost._enter();
     PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
+    PERFORM fencepost._wake(p_classes, 100, p_marks);
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
     v_now := clock_timestamp();
     -- First to each class its part of the common order, then what is left to whoever has more.
