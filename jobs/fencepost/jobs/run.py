@@ -30,6 +30,7 @@ from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
 from fencepost.schemas.errors import NotArmed, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
+from fencepost.schemas.witness import Witness
 
 __all__ = ["Run"]
 
@@ -63,7 +64,7 @@ class Run:
         classes: Mapping[str, Handled],
         *,
         concurrency: int,
-        state: Path | None,
+        state: Path | Witness | None,
         upkeep: str | None = None,
         journal: Journal | None = None,
     ) -> None:

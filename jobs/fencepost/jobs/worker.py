@@ -36,6 +36,7 @@ from fencepost.jobs.run import Run
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
+from fencepost.schemas.witness import Witness
 
 __all__ = ["Backoff", "Poison", "Retry", "Worker"]
 
@@ -170,7 +171,7 @@ class Worker:
         concurrency: int = 4,
         stop: threading.Event | None = None,
         drain: float = 10.0,
-        state: Path | None = None,
+        state: Path | Witness | None = None,
         patience: float = 60.0,
         upkeep: str | None = None,
         journal: Path | None = None,

@@ -97,7 +97,7 @@ BEGIN
         SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
         JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
         WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
-          AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
+          AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
           AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
           AND j.open_effects = 0 AND j.epoch = a.epoch
         ORDER BY a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
@@ -137,6 +137,7 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
+    p_classes := fencepost._enabled(p_classes);
     PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
@@ -184,7 +185,7 @@ BEGIN
         JOIN fencepost.job_class AS k ON k.class = c.class
         WHERE j.tenant = c.tenant AND j.operation = c.operation AND j.class = c.class
           AND j.exec = 'queued' AND j.open_effects = 0
-          AND j.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
+          AND j.epoch = greatest(v_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
         RETURNING j.*, c.at, k.max_attempts AS class_max_attempts, k.lease
     ), recorded AS (
         INSERT INTO fencepost.attempt (tenant, attempt, operation, class, generation, owner, epoch, mode)
