@@ -116,8 +116,10 @@ class AsyncConnections:
         except TimeoutError:
             raise _all_in_use(self._dsn) from None
         try:
-            conn = self._idle.pop() if self._idle else await connect_async(
-                self._dsn, autocommit=True, answer_within=self._answer_within
+            conn = (
+                self._idle.pop()
+                if self._idle
+                else await connect_async(self._dsn, autocommit=True, answer_within=self._answer_within)
             )
             try:
                 yield conn

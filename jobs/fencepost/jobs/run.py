@@ -31,6 +31,7 @@ from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
 from fencepost.schemas.errors import NotArmed, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
+from fencepost.schemas.witness import Witness
 
 if TYPE_CHECKING:
     from fencepost.jobs.retrying import RetryPolicy
@@ -69,7 +70,7 @@ class Run:
         classes: Mapping[str, Handled],
         *,
         concurrency: int,
-        state: Path | None,
+        state: Path | Witness | None,
         upkeep: str | None = None,
         journal: Journal | None = None,
         processes: int | None = None,

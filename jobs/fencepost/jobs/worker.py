@@ -37,6 +37,7 @@ from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
+from fencepost.schemas.witness import Witness
 
 if TYPE_CHECKING:
     from tenacity import AsyncRetrying, Retrying
@@ -185,7 +186,7 @@ class Worker:
         concurrency: int = 4,
         stop: threading.Event | None = None,
         drain: float = 10.0,
-        state: Path | None = None,
+        state: Path | Witness | None = None,
         patience: float = 60.0,
         upkeep: str | None = None,
         journal: Path | None = None,

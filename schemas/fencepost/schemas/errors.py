@@ -49,6 +49,7 @@ __all__ = [
     "Reason",
     "Refused",
     "ReplayRefused",
+    "Restricted",
     "RoutesChanged",
     "StaleEffectAttempt",
     "StaleFence",
@@ -278,6 +279,10 @@ class RoutesChanged(Refused, FromDatabase, code="ZF041"):
 
 class UnknownJob(Refused, FromDatabase, code="ZF050"):
     """There is no such job."""
+
+
+class Restricted(Refused, FromDatabase, code="ZF061"):
+    """A login was revoked, a tenant suspended or a class disabled; an authority admin may lift that."""
 
 
 class UnknownClass(Refused, FromDatabase, code="ZF051"):

@@ -101,7 +101,8 @@ BEGIN
     RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'priorities', v_priorities);
 END $$;
 
--- Removes pointers of a priority that no longer fit their job (it was cancelled, or queued anew), among the first of it.
+-- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, or is held under an old epoch:
+-- its release points to it again), among the first of it.
 CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
 RETURNS void LANGUAGE sql AS $$
     -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
@@ -113,6 +114,7 @@ RETURNS void LANGUAGE sql AS $$
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
             WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
-          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now) IS NOT TRUE
+          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
+               AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
         FOR UPDATE OF a SKIP LOCKED))
 $$;

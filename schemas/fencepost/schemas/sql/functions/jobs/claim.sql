@@ -102,7 +102,7 @@ BEGIN
     CROSS JOIN LATERAL (
         SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation, a.epoch FROM fencepost.agenda AS a
         WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
-          AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
+          AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
         ORDER BY a.due) AS d
     CROSS JOIN LATERAL (
         SELECT k.ctid AS at FROM fencepost.job AS k
@@ -147,6 +147,7 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
+    p_classes := fencepost._enabled(p_classes);
     PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
     PERFORM fencepost._wake(p_classes, 100, p_marks);
@@ -192,7 +193,7 @@ BEGIN
         FROM unnest(v_at, v_jobs, v_classes) AS c (at, job, class)
         JOIN fencepost.job_class AS k ON k.class = c.class
         WHERE j.ctid = c.job AND j.exec = 'queued' AND j.open_effects = 0
-          AND j.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
+          AND j.epoch = greatest(v_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
         RETURNING j.*, c.at, k.max_attempts AS class_max_attempts, k.lease
     ), recorded AS (
         INSERT INTO fencepost.attempt (tenant, attempt, operation, class, generation, owner, epoch, mode)
