@@ -2,16 +2,20 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from fencepost.jobs import effects
+from fencepost.jobs.authority import By, rotate
 from fencepost.jobs.cancel import cancel
 from fencepost.jobs.claim import JobClassPolicy, claim, register_class
 from fencepost.jobs.fail import fail, release
 from fencepost.jobs.fence import Fence, complete, complete_many
 from fencepost.jobs.publish import publish
+from fencepost.jobs.wait import wait
 from fencepost.jobs.worker import Worker
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_class
@@ -22,17 +26,17 @@ from support.processes import wait_for
 OTHER = "report.other"
 
 
-def many(conn: Conn, count: int, *, tenants: str = "t", job_class: str = CLASS, **policy: object) -> None:
+def many(conn: Conn, count: int, *, tenants: str = "t", job_class: str = CLASS, **policy: Any) -> None:
     """So many queued jobs of each of these tenants (a letter each)."""
     for tenant in tenants:
         for number in range(count):
             given(conn, f"{tenant}-{number}", tenant=tenant, job_class=job_class, **policy)
 
 
-def registered(conn: Conn, **policy: object) -> None:
+def registered(conn: Conn, **policy: Any) -> None:
     """The class with these settings, as a worker of another version would register it."""
-    defaults = {"backoff_base": 0.0, "backoff_max": 0.0, "network_bound": 0.0}
-    register_class(conn, JobClassPolicy(as_class(CLASS), **(defaults | policy)))  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {"backoff_base": 0.0, "backoff_max": 0.0, "network_bound": 0.0}
+    register_class(conn, JobClassPolicy(as_class(CLASS), **(defaults | policy)))
 
 
 def took(conn: Conn, limit: int = 100, *classes: str) -> list[str]:
@@ -54,6 +58,7 @@ ENDS: dict[str, Callable[[Conn, Fence], object]] = {
     "reap": lambda conn, f: expire(conn, f.operation),
     "cancel": lambda conn, f: cancel(conn, f.tenant, f.operation, CLASS, actor="ann", reason="no more"),
     "an unknown effect": unknown,
+    "wait": lambda conn, f: wait(conn, f, signal="go"),
 }
 
 
@@ -70,6 +75,17 @@ def test_a_class_at_its_limit_starts_nothing_until_a_run_ends(database18: Databa
         assert len(took(conn, 1)) == 1
         assert took(conn) == []
         assert conn.execute("SELECT count(*) FROM fencepost.job WHERE exec = 'running'").fetchone() == (2 + 4,)
+
+
+def test_a_rotation_frees_what_it_takes_away(database18: Database) -> None:
+    running = "SELECT running FROM fencepost.queues"
+    with database18.connect(autocommit=True) as conn:
+        many(conn, 2)
+        registered(conn, limit=2)
+        assert len(took(conn)) == 2
+        assert conn.execute(running).fetchone() == (2,)
+        rotate(database18.dsn, database18.state, By("ann", "a stolen login"))
+        assert conn.execute(running).fetchone() == (0,)
 
 
 def test_what_is_taken_back_holds_no_permit(database18: Database) -> None:
@@ -238,19 +254,21 @@ def test_who_runs_is_found_without_walking_over_what_ran_while_a_snapshot_is_hel
             {"c": CLASS},
         )
 
-        def touched(order: str) -> int:
+        def touched(query: LiteralString) -> int:
+            found: list[int] = []
             # Plans apart: the second time.
             for _ in range(2):
                 row = conn.execute(
-                    "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) SELECT * FROM fencepost.turn"  # type: ignore[arg-type]
-                    f" WHERE class = 'report.analyse' ORDER BY n {order} LIMIT 1"
-                ).fetchone()
-            assert row is not None
-            plan: dict[str, int] = row[0][0]["Plan"]
-            return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+                    sql.SQL("EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) {}").format(sql.SQL(query))
+                )
+                (plan,) = row.fetchone() or ([],)
+                found.append(plan[0]["Plan"]["Shared Hit Blocks"] + plan[0]["Plan"]["Shared Read Blocks"])
+            return min(found)
 
         conn.execute("SET enable_seqscan = off; SET enable_sort = off")
-        assert touched("DESC") < 10 < touched("ASC")
+        newest = touched("SELECT * FROM fencepost.turn WHERE class = 'report.analyse' ORDER BY n DESC LIMIT 1")
+        oldest = touched("SELECT * FROM fencepost.turn WHERE class = 'report.analyse' ORDER BY n LIMIT 1")
+        assert newest < 10 < oldest
 
 
 @pytest.mark.parametrize(
@@ -265,11 +283,11 @@ def test_who_runs_is_found_without_walking_over_what_ran_while_a_snapshot_is_hel
         ("queue", {"queue": " slow"}),
     ],
 )
-def test_a_wrong_limit_or_queue_is_refused_by_its_field(field: str, wrong: dict[str, object]) -> None:
+def test_a_wrong_limit_or_queue_is_refused_by_its_field(field: str, wrong: dict[str, Any]) -> None:
     worker = Worker()
     worker.job(CLASS, queue="slow", limit=1, tenant_limit=1000)
     with pytest.raises(InvalidInput) as refused:
-        worker.job(OTHER, **wrong)  # type: ignore[arg-type]
+        worker.job(OTHER, **wrong)
     assert refused.value.field == field
 
 

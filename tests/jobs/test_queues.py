@@ -3,16 +3,17 @@
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
 from fencepost.jobs import effects
-from fencepost.jobs.claim import JobClassPolicy, claim, marks, register_class
+from fencepost.jobs.claim import Job, JobClassPolicy, claim, marks, register_class
 from fencepost.jobs.context import Context
 from fencepost.jobs.publish import publish
 from fencepost.jobs.queues import Paused, Resumed, pause, resume
 from fencepost.jobs.renew import renew
-from fencepost.jobs.worker import Job, Worker
+from fencepost.jobs.worker import Worker
 from fencepost.schemas.errors import ConfigError, InvalidInput, UnknownClass
 from fencepost.schemas.identity import as_class
 from support.database import Database
@@ -151,7 +152,7 @@ def test_a_pause_of_nothing_is_refused(database18: Database) -> None:
             for act in (pause, resume):
                 if (field, act) != ("queue", resume) or wrong == {"queue": ""}:
                     with pytest.raises(InvalidInput) as refused:
-                        act(conn, **(WHO | wrong))  # type: ignore[arg-type]
+                        act(conn, **(WHO | wrong))
                     assert refused.value.field == field
         with pytest.raises(InvalidInput) as refused:
             conn.execute("SELECT fencepost.pause('tenant', 't', 'ann', 'why')")
@@ -227,8 +228,8 @@ def test_a_worker_runs_no_more_of_a_queue_than_it_was_told_and_serves_no_other(d
         ("concurrency", {"concurrency": 257}),
     ],
 )
-def test_what_a_worker_cannot_serve_is_refused_before_it_connects(field: str, options: dict[str, object]) -> None:
+def test_what_a_worker_cannot_serve_is_refused_before_it_connects(field: str, options: dict[str, Any]) -> None:
     worker, _, _ = three()
     with pytest.raises(ConfigError) as refused:
-        worker.run("postgresql://127.0.0.1:1/none", **options)  # type: ignore[arg-type]
+        worker.run("postgresql://127.0.0.1:1/none", **options)
     assert refused.value.field == field

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from fencepost.jobs.claim import JobClassPolicy, claim, register_class
+from fencepost.jobs.claim import Job, JobClassPolicy, claim, register_class
+from fencepost.jobs.context import Context
 from fencepost.jobs.submit import submit
 from fencepost.jobs.worker import Worker
-from fencepost.operate import worker as command
+from fencepost.operate import target
 from fencepost.schemas.errors import ConfigError
 from fencepost.schemas.identity import JobClass
 from support.command_line import Fencepost
@@ -65,8 +66,11 @@ def test_a_worker_is_told_its_queues_on_the_command_line(
     def run(_: Worker, __: str, *, queues: object, concurrency: object, **___: object) -> None:
         asked.append((queues, concurrency))
 
+    def load(_: str, __: str) -> Worker:
+        return Worker()
+
     monkeypatch.setattr(Worker, "run", run)
-    monkeypatch.setattr(command.target, "load", lambda *_: Worker())
+    monkeypatch.setattr(target, "load", load)
     start = ("worker", "run", "app:worker")
     assert fencepost(database18, *start, "--queue", "slow=2", "--queue", "a=b=10").code == 0
     assert fencepost(database18, *start, "--concurrency", "7").code == 0
@@ -77,8 +81,12 @@ def test_a_worker_is_told_its_queues_on_the_command_line(
     assert fencepost(database18, *start, "--queue", "slow=2", "--queue", "slow=3").code == 2
 
 
+def handler(_: Context, __: Job) -> None:
+    """Never called."""
+
+
 def test_the_refusal_of_a_queue_names_those_that_there_are() -> None:
     worker = Worker()
-    worker.job(CLASS, queue="slow")(lambda _ctx, _job: None)
+    worker.job(CLASS, queue="slow")(handler)
     with pytest.raises(ConfigError, match="it has: slow"):
         worker.run("postgresql://127.0.0.1:1/none", queues={"slwo": 2})

@@ -14,7 +14,7 @@ from psycopg.rows import tuple_row
 
 from fencepost.schemas.errors import ConfigError, InvalidInput
 
-__all__ = ["PAUSE", "RESUME", "Paused", "Resumed", "Share", "pause", "resume", "shares"]
+__all__ = ["CONCURRENCY_MAX", "PAUSE", "RESUME", "Paused", "Resumed", "Share", "pause", "resume", "shares"]
 
 Paused = Literal["paused", "already_paused"]
 Resumed = Literal["resumed", "not_paused"]
@@ -48,6 +48,7 @@ def shares(classes: Mapping[str, str], concurrency: int | None, queues: Mapping[
     """
     if not classes:
         raise ConfigError("the worker has no class", field="classes", hint="decorate a handler with @worker.job(...)")
+    made: tuple[Share, ...]
     if queues is None:
         made = (Share(tuple(classes), CONCURRENCY if concurrency is None else concurrency),)
     elif concurrency is not None:

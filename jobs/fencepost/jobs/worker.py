@@ -23,25 +23,32 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
 from fencepost.jobs.claim import DEFAULT_QUEUE, Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
-from fencepost.jobs.execution import Poison, Retry
+from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
-from fencepost.jobs.queues import Share, shares
+from fencepost.jobs.queues import CONCURRENCY_MAX, Share, shares
 from fencepost.jobs.run import Run
+from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
+from fencepost.schemas.witness import Witness
 
-__all__ = ["Backoff", "Poison", "Retry", "Worker"]
+if TYPE_CHECKING:
+    from tenacity import AsyncRetrying, Retrying
 
-SyncHandler = Callable[[Context, Job], object]
-AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]]
+    from fencepost.jobs.retrying import RetryPolicy
+
+__all__ = ["Backoff", "Poison", "Retry", "Waiting", "Worker"]
+
+SyncHandler = Callable[[Context, Job], object] | Callable[[Context, Job, Any], object]
+AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]] | Callable[[AsyncContext, Job, Any], Awaitable[object]]
 S = TypeVar("S", bound=SyncHandler)
 H = TypeVar("H", bound=SyncHandler | AsyncHandler)
 
@@ -67,10 +74,11 @@ class Registered:
     """A class with the handler that runs it."""
 
     policy: JobClassPolicy
-    handler: SyncHandler | AsyncHandler
+    handler: Callable[[Any, Job], object]
     reconciliation: Reconciliation
     asynchronous: bool
     """Whether the handler runs on the event loop."""
+    retry: RetryPolicy | None = None
 
 
 @dataclass(slots=True)
@@ -138,14 +146,19 @@ class Worker:
         tenant_limit: int | None = None,
         fair: bool = False,
         reconciliation: Reconciliation = BY_OPERATORS,
+        retry: RetryPolicy | Retrying | AsyncRetrying | None = None,
     ) -> Callable[[H], H]:
         """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
 
-        Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
-        raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
+        A third parameter annotated with a pydantic model or an Event gets the args as that; args that do not fit make
+        the job poison, reason ``invalid_args``, without a call.
+        Durations in seconds. A handler that returns without publishing completes the job by the same fence, and what it
+        returns, if not None, is kept as the job's result (JSON of at most 64 KiB, else it has failed). One that raises
+        fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
-        and how their receipts are looked up. See ``JobClassPolicy`` for the rest: ``limit`` and ``tenant_limit`` hold for
-        all workers together.
+        and how their receipts are looked up. ``retry``: in tenacity's words, which exceptions are retried, how long a
+        retry waits and when to stop (`retrying`); stricter than the rest, never more. See ``JobClassPolicy`` for the rest.
+        ``limit`` and ``tenant_limit`` hold for all workers together.
         """
         name = as_class(job_class)
         if name in self._classes:
@@ -166,8 +179,11 @@ class Worker:
             fair=fair,
         )
 
+        tried = None if retry is None else _retrying(retry)
+
         def registered(handler: H) -> H:
-            self._classes[name] = Registered(made, handler, reconciliation, inspect.iscoroutinefunction(handler))
+            asynchronous = inspect.iscoroutinefunction(handler)
+            self._classes[name] = Registered(made, reading_args(handler), reconciliation, asynchronous, tried)
             return handler
 
         return registered
@@ -180,10 +196,11 @@ class Worker:
         queues: Mapping[str, int] | None = None,
         stop: threading.Event | None = None,
         drain: float = 10.0,
-        state: Path | None = None,
+        state: Path | Witness | None = None,
         patience: float = 60.0,
         upkeep: str | None = None,
         journal: Path | None = None,
+        processes: int | None = None,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
@@ -193,7 +210,8 @@ class Worker:
         folder of the witness) the worker arms the database after a plain restart and beats the witness. ``upkeep`` is the
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
-        ``journal`` takes the place of the worker's own.
+        ``journal`` takes the place of the worker's own. ``processes``: how many computations run at a time (``ctx.compute``;
+        default: one for each core).
 
         Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class or for
         queues without one, InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a
@@ -201,9 +219,20 @@ class Worker:
         """
         parts = shares({name: its.policy.queue for name, its in self._classes.items()}, concurrency, queues)
         concurrency = sum(share.most for share in parts)
+        if processes is not None and not 1 <= processes <= CONCURRENCY_MAX:
+            raise ConfigError(f"processes is not between 1 and {CONCURRENCY_MAX}", field="processes")
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
-            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep, journal=kept)
+            run = Run(
+                dsn,
+                self.owner,
+                self._classes,
+                concurrency=concurrency,
+                state=state,
+                upkeep=upkeep,
+                journal=kept,
+                processes=processes,
+            )
             run.start()
             try:
                 self._work(run, dsn, stopping, patience, parts)
@@ -267,6 +296,13 @@ class Worker:
             polls.pause = 0.0
         else:
             polls.pause = POLL_SECONDS_MIN if found else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
+
+
+def _retrying(given: RetryPolicy | Retrying | AsyncRetrying) -> RetryPolicy:
+    # Imported here: who gives one has tenacity, and nobody else needs it.
+    from fencepost.jobs.retrying import policy_of
+
+    return policy_of(given)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def run(
             queues=served,
             stop=stop,
             drain=drain,
-            state=chosen.state,
+            state=chosen.outside(),
             patience=patience,
             journal=chosen.worker.journal,
         )

@@ -35,7 +35,7 @@ CREATE TABLE fencepost.job (
     priority        integer NOT NULL DEFAULT 0,
     run_at          timestamptz NOT NULL,
     exec            text NOT NULL DEFAULT 'queued'
-                    CHECK (exec IN ('queued', 'running', 'done', 'cancelled', 'poison', 'blocked')),
+                    CHECK (exec IN ('queued', 'running', 'waiting', 'done', 'cancelled', 'poison', 'blocked')),
     mode            text NOT NULL DEFAULT 'execute' CHECK (mode IN ('execute', 'finish')),
     generation      bigint NOT NULL DEFAULT 0 CHECK (generation >= 0),
     attempts        integer NOT NULL DEFAULT 0 CHECK (attempts >= 0),
@@ -59,7 +59,8 @@ CREATE TABLE fencepost.job (
 ) WITH (fillfactor = 50);
 
 -- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
--- deleted; nothing but `fair` is ever changed. The priority is the priority of a queued job, or 2147483647 for the lease of a running one.
+-- deleted; nothing but `fair_class` is ever changed. The priority is the priority of a queued job, 2147483647 for the lease
+-- of a running one, or 2147483646 for what may wake a waiting one.
 -- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
 CREATE TABLE fencepost.agenda (
     class      text NOT NULL,
@@ -69,12 +70,13 @@ CREATE TABLE fencepost.agenda (
     operation  text NOT NULL,
     generation bigint NOT NULL,
     epoch      bigint NOT NULL,
-    fair       boolean NOT NULL DEFAULT false
+    -- The class once more, of queued jobs in a class that is fair: this index can be used for nothing else, and no other for it.
+    fair_class text
     -- It is empty again and again: giving its pages back would lock everybody out each time.
 ) WITH (vacuum_truncate = false);
 CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
 -- Queued jobs of classes whose tenants are served in turn.
-CREATE INDEX agenda_fair ON fencepost.agenda (class, priority, tenant, due) WHERE fair;
+CREATE INDEX agenda_fair ON fencepost.agenda (fair_class, priority, tenant, due) WHERE fair_class IS NOT NULL;
 
 -- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
 -- a foreign key would cost more than the row.

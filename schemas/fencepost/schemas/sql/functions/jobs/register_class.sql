@@ -56,8 +56,8 @@ BEGIN
     END IF;
     IF v_fair AND v_was.fair IS NOT TRUE THEN
         -- The rest, and what is being submitted now, is marked by claims and `marks` as it comes up.
-        UPDATE fencepost.agenda AS x SET fair = true WHERE x.ctid = ANY (ARRAY(
+        UPDATE fencepost.agenda AS x SET fair_class = p_class WHERE x.ctid = ANY (ARRAY(
             SELECT a.ctid FROM fencepost.agenda AS a
-            WHERE a.class = p_class AND a.priority < 2147483647 AND NOT a.fair LIMIT 100000 FOR UPDATE SKIP LOCKED));
+            WHERE a.class = p_class AND a.priority < 2147483646 AND a.fair_class IS NULL LIMIT 100000 FOR UPDATE SKIP LOCKED));
     END IF;
 END $$;

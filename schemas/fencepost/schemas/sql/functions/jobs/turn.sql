@@ -1,11 +1,11 @@
 -- Locks due jobs of a class that has a limit or is fair, no more than its limits leave room for: from the most urgent
 -- priority on, and within it the tenants in turn, each no more than its part of what is still to be had. Takes nothing
 -- while another transaction claims jobs of this class: who runs would not be known. Locked, then looked at.
--- Planned anew each time, as `claim` is. `p_taken`: tenants of what this claim has of the class already. `served`: who was
--- served last at each priority, for the next time; null where there is nothing to note.
+-- `p_taken`: tenants of what this claim has of the class already. `served`: who was served last at each priority, for the
+-- next time; null where there is nothing to note.
 CREATE OR REPLACE FUNCTION fencepost._take_turn(
     p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[],
-    p_taken text[], INOUT served jsonb, OUT at tid[], OUT tenants text[], OUT operations text[])
+    p_taken text[], INOUT served jsonb, OUT at tid[], OUT jobs tid[], OUT tenants text[], OUT operations text[])
 LANGUAGE plpgsql AS $$
 DECLARE
     v_class fencepost.job_class;
@@ -26,8 +26,10 @@ BEGIN
     SELECT t.* INTO v_turn FROM fencepost.turn AS t WHERE t.class = p_class ORDER BY t.n DESC LIMIT 1;
     IF v_class.job_limit IS NOT NULL THEN
         v_running := v_running || ARRAY(
-            SELECT j.tenant FROM unnest(v_turn.tenants, v_turn.operations, v_turn.generations) AS h (tenant, operation, generation)
-            JOIN fencepost.job AS j ON j.tenant = h.tenant AND j.operation = h.operation AND j.class = p_class
+            SELECT h.tenant FROM unnest(v_turn.tenants, v_turn.operations, v_turn.generations) AS h (tenant, operation, generation)
+            CROSS JOIN LATERAL (
+                SELECT k.exec, k.generation FROM fencepost.job AS k
+                WHERE k.tenant = h.tenant AND k.operation = h.operation AND k.class = p_class OFFSET 0) AS j
             WHERE j.exec = 'running' AND j.generation = h.generation);
         v_left := least(v_left, v_class.job_limit - cardinality(v_running));
     END IF;
@@ -35,8 +37,9 @@ BEGIN
         served := NULL;
         RETURN;
     ELSIF NOT v_class.fair THEN
-        SELECT coalesce(array_agg(t.at), '{}'), array_agg(t.tenant), array_agg(t.operation) INTO at, tenants, operations
+        SELECT coalesce(array_agg(t.at), '{}'), array_agg(t.job) INTO at, jobs
         FROM fencepost._take(p_class, p_priorities, p_marks, p_now, p_floor, v_left, p_but) AS t;
+        SELECT array_agg(j.tenant), array_agg(j.operation) INTO tenants, operations FROM fencepost.job AS j WHERE j.ctid = ANY (jobs);
         served := CASE WHEN at <> '{}' THEN coalesce(served, v_turn.served, '{}') END;
         RETURN;
     END IF;
@@ -52,22 +55,26 @@ BEGIN
                     HAVING count(*) >= v_class.tenant_limit)) AS n;
             v_after := coalesce(v_next.reached, v_after);
             EXIT WHEN v_next.tenants = '{}';
-            SELECT coalesce(array_agg(d.at), '{}') AS at, array_agg(d.tenant) AS tenants, array_agg(d.operation) AS operations
+            SELECT coalesce(array_agg(d.at), '{}') AS at, array_agg(d.job) AS jobs, array_agg(d.tenant) AS tenants,
+                   array_agg(d.operation) AS operations
             INTO v_took FROM (
-                SELECT d.at, d.tenant, d.operation
+                SELECT d.at, d.job, d.tenant, d.operation
                 FROM unnest(v_next.tenants) WITH ORDINALITY AS u (tenant, n)
                 CROSS JOIN LATERAL (
-                    SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
-                    JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
-                    WHERE a.fair AND a.class = p_class AND a.priority = p_priorities[v_priority] AND a.tenant = u.tenant
-                      AND a.due >= p_marks[v_priority] AND a.due <= p_now AND a.ctid <> ALL (p_but || at)
-                      AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
-                      AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
-                      AND j.open_effects = 0 AND j.epoch = a.epoch
-                    ORDER BY a.due
+                    SELECT p.at, j.at AS job, p.tenant, p.operation FROM (
+                        SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch FROM fencepost.agenda AS a
+                        WHERE a.fair_class = p_class AND a.priority = p_priorities[v_priority] AND a.tenant = u.tenant
+                          AND a.due >= p_marks[v_priority] AND a.due <= p_now AND a.ctid <> ALL (p_but || at)
+                          AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
+                        ORDER BY a.due) AS p
+                    CROSS JOIN LATERAL (
+                        SELECT k.ctid AS at FROM fencepost.job AS k
+                        WHERE k.tenant = p.tenant AND k.operation = p.operation AND k.class = p_class
+                          AND k.exec = 'queued' AND k.generation = p.generation AND k.priority = p_priorities[v_priority]
+                          AND k.run_at <= p_now AND k.open_effects = 0 AND k.epoch = p.epoch
+                        FOR NO KEY UPDATE SKIP LOCKED) AS j
                     LIMIT least(v_left / cardinality(v_next.tenants), v_class.tenant_limit
-                                - (SELECT count(*) FROM unnest(v_running) AS r (tenant) WHERE r.tenant = u.tenant))
-                    FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
+                                - (SELECT count(*) FROM unnest(v_running) AS r (tenant) WHERE r.tenant = u.tenant))) AS d
                 LIMIT v_left) AS d;
             -- Who had less than its part has no more at this priority.
             v_without := v_without || ARRAY(
@@ -75,6 +82,7 @@ BEGIN
                 WHERE (SELECT count(*) FROM unnest(v_took.tenants) AS d (tenant) WHERE d.tenant = u.tenant)
                       < v_left / cardinality(v_next.tenants));
             at := at || v_took.at;
+            jobs := jobs || v_took.jobs;
             tenants := tenants || v_took.tenants;
             operations := operations || v_took.operations;
             v_running := v_running || v_took.tenants;
@@ -99,7 +107,7 @@ CREATE OR REPLACE FUNCTION fencepost._next_tenants(
         UNION ALL
         SELECT f.tenant, f.due, f.lap, w.n + 1 FROM walk AS w CROSS JOIN LATERAL (
             (SELECT a.tenant, a.due, w.lap AS lap FROM fencepost.agenda AS a
-             WHERE a.fair AND a.class = p_class AND a.priority = p_priority AND a.tenant > w.tenant AND a.due >= p_mark
+             WHERE a.fair_class = p_class AND a.priority = p_priority AND a.tenant > w.tenant AND a.due >= p_mark
                AND (w.lap = 0 OR a.tenant <= p_after)
              ORDER BY a.tenant, a.due LIMIT 1)
             UNION ALL
@@ -124,11 +132,15 @@ RETURNS void LANGUAGE sql AS $$
     ), holder AS (
         SELECT j.tenant, j.operation, j.generation FROM before AS b
         CROSS JOIN LATERAL unnest(b.tenants, b.operations, b.generations) AS h (tenant, operation, generation)
-        JOIN fencepost.job AS j ON j.tenant = h.tenant AND j.operation = h.operation AND j.class = p_class
+        CROSS JOIN LATERAL (
+            SELECT k.tenant, k.operation, k.exec, k.generation FROM fencepost.job AS k
+            WHERE k.tenant = h.tenant AND k.operation = h.operation AND k.class = p_class OFFSET 0) AS j
         WHERE j.exec = 'running' AND j.generation = h.generation
         UNION
         SELECT j.tenant, j.operation, j.generation FROM unnest(p_tenants, p_operations) AS h (tenant, operation)
-        JOIN fencepost.job AS j ON j.tenant = h.tenant AND j.operation = h.operation AND j.class = p_class
+        CROSS JOIN LATERAL (
+            SELECT k.tenant, k.operation, k.exec, k.generation FROM fencepost.job AS k
+            WHERE k.tenant = h.tenant AND k.operation = h.operation AND k.class = p_class OFFSET 0) AS j
         WHERE j.exec = 'running'
     )
     INSERT INTO fencepost.turn (class, n, served, tenants, operations, generations)
