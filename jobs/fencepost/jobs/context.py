@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from psycopg import Connection
 
 from fencepost.jobs import stage as staging
+from fencepost.jobs.compute import Computers
 from fencepost.jobs.conduct import Conduct, Opened
 from fencepost.jobs.effects import Dispatch, Kind, NotSent, Recorded, Success
 from fencepost.jobs.execution import Execution, Waiting
@@ -36,8 +37,9 @@ AsyncCall = Callable[[Any, Dispatch], Awaitable[Success] | Success]
 class Held:
     """What both kinds of context share: the claim, its lease, and the lanes to the database."""
 
-    def __init__(self, execution: Execution, work: Lanes, outcomes: Lanes) -> None:
+    def __init__(self, execution: Execution, work: Lanes, outcomes: Lanes, computers: Computers) -> None:
         self._execution = execution
+        self._computers = computers
         self._work = work
         self._outcomes = outcomes
         self._conduct = Conduct(execution, work, outcomes)
@@ -187,6 +189,16 @@ class Context(Held):
         """The first signal of this name, or None; WrongTransaction inside a callback."""
         return next((signal for signal in self.signals() if signal.name == name), None)
 
+    def compute(self, function: Callable[..., T], *args: object, timeout: float | None = None) -> T:
+        """Runs ``function(*args)`` in a process of its own, on another core; returns or raises what it does.
+
+        It gets values only, no context: it can neither write nor publish. A lost lease does not end it, so that its result
+        can be staged; ``timeout`` in seconds does, and so does the stop of the worker. ``function`` is one at module level.
+        Raises ComputationDied when its process ended (killed, out of memory, too late): the attempt may be tried again;
+        InvalidInput when function, args or result cannot be pickled.
+        """
+        return self._computers.run(function, args, timeout)
+
     def stage(self, result: object) -> bool:
         """Keeps a JSON result for the successor, with or without the lease; True when it is this attempt's first."""
         return self._stage(result).result()
@@ -243,7 +255,7 @@ class AsyncContext(Held):
                 return await call(request, began.dispatch)
             answer = abandonable(lambda: in_time(call, request, began.dispatch))
             try:
-                value = await asyncio.shield(asyncio.wrap_future(answer))
+                value = await asyncio.shield(watched(answer))
             except asyncio.CancelledError:
                 self._conduct.follow(began, answer)
                 raise
@@ -267,6 +279,16 @@ class AsyncContext(Held):
     async def signalled(self, name: str) -> Signal | None:
         """As ``Context.signalled``."""
         return next((signal for signal in await self.signals() if signal.name == name), None)
+
+    async def compute(self, function: Callable[..., T], *args: object, timeout: float | None = None) -> T:
+        """As ``Context.compute``; when the task is cancelled, as after a lost lease, its process is killed."""
+        given_up = threading.Event()
+        answer = abandonable(lambda: self._computers.run(function, args, timeout, given_up))
+        try:
+            return await asyncio.shield(watched(answer))
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
     async def stage(self, result: object) -> bool:
         """As ``Context.stage``."""
@@ -306,6 +328,13 @@ async def settled(work: Future[Any]) -> None:
     """Waits for an outcome to be written, whatever it says."""
     with contextlib.suppress(Exception):
         await asyncio.wrap_future(work)
+
+
+def watched(answer: Future[T]) -> asyncio.Future[T]:
+    """The answer for this event loop; one that comes after its waiter has gone is not complained about."""
+    made = asyncio.wrap_future(answer)
+    made.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return made
 
 
 def in_time(call: Callable[[Any, Dispatch], T], request: Request, dispatch: Dispatch) -> T:

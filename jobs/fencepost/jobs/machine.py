@@ -431,7 +431,7 @@ def _authority(
                 _refuse("ZF030", "effect")
             if job.exec not in ("held", "queued", "waiting") or job.epoch == a.epoch and job.exec != "held":
                 return s, (on.Told("nothing"),)
-            become: Exec = "queued" if job.exec == "held" else job.exec
+            become: Exec = _due(s, job) if job.exec == "held" else job.exec
             return replace(s, job=replace(job, exec=become, epoch=a.epoch)), ()
         case on.Arm() | on.Rotate() | on.Recover():
             if isinstance(event, on.Rotate):
@@ -477,7 +477,9 @@ def _recover(s: State, off: Off) -> Step:
         if e.state in doubtful and (Guard.RECOVER_SUSPECTS not in off or e.state == "pending"):
             e = replace(e, state="unknown", version=e.version + 1)
         if Guard.RECOVER_FORGETS not in off:
-            e = replace(e, effect_attempt=None)
+            # Forgotten, not unheard of: a receipt of it is late evidence.
+            earlier = e.earlier if e.effect_attempt is None else (*e.earlier, e.effect_attempt)
+            e = replace(e, effect_attempt=None, earlier=earlier)
         return replace(e, quiescent=e.quiescent and Guard.RECOVER_QUIET in off)
 
     if s.job is None or s.job.exec != "done":

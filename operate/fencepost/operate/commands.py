@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fencepost.operate import (
+    authority,
     backfill,
     consumer,
     deadletters,
@@ -74,6 +75,7 @@ jobs.app.command("orphans")(orphans.orphans)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")
+app.add_typer(authority.app, name="authority")
 app.add_typer(schemas.app, name="schemas")
 
 

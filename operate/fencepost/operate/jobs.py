@@ -64,6 +64,7 @@ class StateName(StrEnum):
     CANCELLED = "cancelled"
     POISON = "poison"
     BLOCKED = "blocked"
+    HELD = "held"
 
 
 @app.callback()
