@@ -54,7 +54,7 @@ LEVEL = (
     """UPDATE fencepost.installation SET floor = epoch_counter, frozen = false, recovered_at = NULL RETURNING floor"""
 )
 # A backup of one tenant, and what is everybody's of authority.
-OF_TENANT = ("job", "attempt", "effect", "effect_event", "agenda", "tenant")
+OF_TENANT = ("job", "attempt", "effect", "effect_event", "agenda", "wait", "signal", "tenant")
 OF_ALL = ("installation", "tip")
 COLUMNS = """SELECT array_agg(a.attname::text ORDER BY a.attnum) FROM pg_attribute AS a
 WHERE a.attrelid = ('fencepost.' || %(table)s)::regclass AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''"""

@@ -179,7 +179,7 @@ class Execution:
         with self._lock:
             self._settled = True
             self._why = self._why or "waiting"
-            self.lost.set()
+            self._mark_lost()
 
     def keep(self, value: object) -> InvalidInput | None:
         """Keeps what the handler returned for its completion; why it cannot be kept, if so. None is nothing."""
