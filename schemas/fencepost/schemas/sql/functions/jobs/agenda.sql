@@ -109,7 +109,7 @@ RETURNS void LANGUAGE sql AS $$
     DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
         SELECT a.ctid FROM fencepost.agenda AS a
         LEFT JOIN LATERAL (
-            SELECT i.exec, i.generation, i.priority, i.run_at FROM fencepost.job AS i
+            SELECT i.exec, i.generation, i.priority, i.run_at, i.epoch FROM fencepost.job AS i
             WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
