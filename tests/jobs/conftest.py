@@ -18,11 +18,14 @@ TABLES = (
     "effect",
     "attempt",
     "agenda",
+    "job_hold",
+    "job_event",
     "job",
     "job_class",
     "decision",
     "tenant",
     "duty",
+    "schedule",
 )
 ALONE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
 

@@ -21,7 +21,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +34,7 @@ from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
+from fencepost.jobs.schedule import Arguments, Missed, Schedule, define
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
@@ -77,6 +79,8 @@ class Registered:
     asynchronous: bool
     """Whether the handler runs on the event loop."""
     retry: RetryPolicy | None = None
+    implied: bool = False
+    """Whether only a schedule has named it."""
 
 
 @dataclass(slots=True)
@@ -122,6 +126,7 @@ class Worker:
         self.owner = owner or _owner()
         self.journal = Journal(journal) if isinstance(journal, Path) else journal
         self._classes: dict[str, Registered] = {}
+        self._schedules: dict[str, Schedule] = {}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -168,8 +173,61 @@ class Worker:
         tried = None if retry is None else _retrying(retry)
 
         def registered(handler: H) -> H:
+            if any(each.handler is handler and each.implied for each in self._classes.values()):
+                raise ConfigError(
+                    "periodic is applied before job", field="schedule", hint="put @worker.periodic above @worker.job"
+                )
             asynchronous = inspect.iscoroutinefunction(handler)
             self._classes[name] = Registered(made, handler, reconciliation, asynchronous, tried)
+            return handler
+
+        return registered
+
+    def periodic(
+        self,
+        schedule: str,
+        *,
+        tenant: str,
+        cron: str | None = None,
+        every: timedelta | int | None = None,
+        time_zone: str | None = None,
+        args: Arguments | Callable[[datetime], Arguments] | None = None,
+        missed: Missed = "last",
+        grace: float = 60.0,
+    ) -> Callable[[H], H]:
+        """Submits one job of the handler's class for each instant of ``cron`` (five fields, in ``time_zone``) or ``every``.
+
+        @worker.periodic("report.daily", cron="0 3 * * *", time_zone="Europe/Berlin", tenant="acme")
+        @worker.job("report.daily", lease=60)
+        def daily(ctx: Context, job: Job) -> None: ...
+
+        Each instant once, whatever number of workers run and restart: its operation is ``schedule@instant``. ``args``, or
+        what they return for the instant (UTC), is what the job carries; by default ``{"schedule": ..., "at": ...}``.
+        ``missed``: what becomes of instants while nobody ran, ``last``, ``all`` or ``skip`` (`schedule`). ``every``: whole
+        seconds, counted from 1970. Without ``job`` below, the class has the schedule's name and the default policy.
+        """
+
+        def registered(handler: H) -> H:
+            if schedule in self._schedules:
+                raise ConfigError(
+                    f"there is a schedule {schedule} already", field="schedule", hint="name each differently"
+                )
+            classes = [name for name, each in self._classes.items() if each.handler is handler]
+            made = define(
+                schedule,
+                as_class(classes[-1] if classes else schedule, "schedule"),
+                tenant=tenant,
+                cron=cron,
+                every=every,
+                time_zone=time_zone,
+                args=args,
+                missed=missed,
+                grace=grace,
+            )
+            if not classes:
+                self.job(schedule)(handler)
+                self._classes[schedule] = replace(self._classes[schedule], implied=True)
+            self._schedules[schedule] = made
             return handler
 
         return registered
@@ -207,7 +265,17 @@ class Worker:
             raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
-            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep, journal=kept)
+            schedules = tuple(self._schedules.values())
+            run = Run(
+                dsn,
+                self.owner,
+                self._classes,
+                concurrency=concurrency,
+                state=state,
+                upkeep=upkeep,
+                journal=kept,
+                schedules=schedules,
+            )
             run.start()
             try:
                 self._work(run, dsn, stopping, patience)
