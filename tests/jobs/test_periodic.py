@@ -1,6 +1,7 @@
 """Schedules submit each due instant exactly once: whoever runs, dies, restarts, changes the definition or restores."""
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -407,6 +408,18 @@ def test_schedules_are_refused_by_field_before_anything_runs() -> None:
     assert twice.value.field == "schedule"
     with pytest.raises(ConfigError, match="above @worker.job"):
         worker.job(CLASS)(handler)
+
+
+def test_without_the_library_for_cron_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handler(ctx: Context, job: Job) -> None: ...
+
+    Worker().periodic(NAME, tenant="acme", cron="0 3 * * *")(handler)
+    monkeypatch.setitem(sys.modules, "cronsim", None)
+    monkeypatch.delitem(sys.modules, "fencepost.jobs.cron")
+    with pytest.raises(ConfigError) as refused:
+        Worker().periodic(NAME, tenant="acme", cron="0 3 * * *")(handler)
+    assert "cronsim" in str(refused.value) and "fencepost[periodic]" in str(refused.value)
+    Worker().periodic(NAME, tenant="acme", every=60)(handler)
 
 
 def test_intervals_are_the_same_instants_wherever_one_starts() -> None:

@@ -1,7 +1,7 @@
 """`fencepost jobs list|show|retry|cancel|schedules`: found by how they stand, told in full, moved one by one or in bulk."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -73,8 +73,9 @@ def shop(database18: Database) -> Database:
 def operations(done: Result) -> set[str]:
     """Which jobs a command listed or moved."""
     assert done.code == 0, done.err
-    found = json.loads(done.out)
-    return {row["operation"] for row in (found["jobs"] if isinstance(found, dict) else found)}
+    found: dict[str, Any] | list[dict[str, Any]] = json.loads(done.out)
+    rows: list[dict[str, Any]] = found["jobs"] if isinstance(found, dict) else found
+    return {row["operation"] for row in rows}
 
 
 STATES = {
@@ -222,7 +223,7 @@ WHERE schemaname = 'fencepost'"""
 
 
 @contextmanager
-def counted(conn: Conn) -> Iterator[list[int]]:
+def counted(conn: Conn) -> Generator[list[int]]:
     """How many rows of our tables were read meanwhile, by whatever plan."""
     read: list[int] = []
     with conn.transaction(force_rollback=True):

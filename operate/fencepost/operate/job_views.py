@@ -36,7 +36,9 @@ MOVING: LiteralString = """
 SELECT j.tenant, j.operation, j.class, j.changed_at AS since FROM (
     SELECT DISTINCT a.tenant, a.operation, a.class FROM (
         SELECT a.tenant, a.operation, a.class FROM fencepost.agenda AS a
-        WHERE (%(tenant)s::text IS NULL OR a.tenant = %(tenant)s::text)
+        WHERE (a.priority < 2147483647 AND %(states)s::text[] && '{queued,held}'
+               OR a.priority = 2147483647 AND 'running' = ANY (%(states)s::text[]))
+          AND (%(tenant)s::text IS NULL OR a.tenant = %(tenant)s::text)
           AND (%(operation)s::text IS NULL OR a.operation = %(operation)s::text)
           AND (%(class)s::text IS NULL OR a.class = %(class)s::text) LIMIT %(most)s) AS a) AS l
 JOIN fencepost.job AS j ON j.tenant = l.tenant AND j.operation = l.operation AND j.class = l.class
@@ -56,7 +58,10 @@ WHERE j.exec = 'done' AND (%(reason)s::text IS NULL OR j.reason = %(reason)s::te
   AND (%(older)s::interval IS NULL OR j.changed_at < clock_timestamp() - %(older)s::interval)
 ORDER BY j.changed_at LIMIT %(limit)s"""
 LOOKED: LiteralString = """
-SELECT greatest(CASE WHEN %(moving)s THEN (SELECT count(*) FROM (SELECT FROM fencepost.agenda LIMIT %(most)s) AS a) END,
+SELECT greatest(CASE WHEN %(moving)s THEN (SELECT count(*) FROM (
+                    SELECT FROM fencepost.agenda AS a
+                    WHERE a.priority < 2147483647 AND %(states)s::text[] && '{queued,held}'
+                       OR a.priority = 2147483647 AND 'running' = ANY (%(states)s::text[]) LIMIT %(most)s) AS a) END,
                 CASE WHEN %(done)s THEN (SELECT count(*) FROM (
                     SELECT FROM fencepost.job AS j
                     WHERE (%(tenant)s::text IS NULL OR j.tenant = %(tenant)s::text)
@@ -167,12 +172,12 @@ def find(conn: Connection[Any], which: Filter, limit: int) -> tuple[list[Row], b
         "most": LOOKED_MAX,
     }
     keys: list[Row] = []
-    for statement, needed in (
-        (STILL, bool(wanted - {*MOVES, StateName.DONE} or StateName.HELD in wanted)),
-        (MOVING, moving),
-        (DONE, done),
-    ):
-        keys += _rows(conn, statement, values) if needed else []
+    if wanted - {StateName.QUEUED, StateName.RUNNING, StateName.DONE}:
+        keys += _rows(conn, STILL, values)
+    if moving:
+        keys += _rows(conn, MOVING, values)
+    if done:
+        keys += _rows(conn, DONE, values)
     keys.sort(key=lambda row: row["since"])
     (looked,) = _rows(conn, LOOKED, values | {"moving": moving, "done": done})
     found = {(row["tenant"], row["operation"], row["class"]): None for row in keys}
