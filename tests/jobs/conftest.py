@@ -22,6 +22,8 @@ TABLES = (
     "signal",
     "progress",
     "result",
+    "job_hold",
+    "job_event",
     "job",
     "job_class",
     "decision",
@@ -29,6 +31,7 @@ TABLES = (
     "restriction",
     "lost_begin",
     "duty",
+    "schedule",
 )
 ALONE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
 

@@ -167,7 +167,7 @@ def test_no_role_of_the_matrix_can_log_in(separated: Database) -> None:
 DURABLE = (
     *("arm", "beat", "tick", "ack", "retried", "reserve", "dead_letter", "fence", "complete", "stage"),
     *("begin_effect", "record_effect", "reconcile", "cancel", "requeue", "settle_dead_letter", "advance_horizon"),
-    *("reserve_many", "condemn_object"),
+    *("reserve_many", "condemn_object", "remove_schedule"),
 )
 
 

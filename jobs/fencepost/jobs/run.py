@@ -26,7 +26,9 @@ from fencepost.jobs.execution import Execution
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.outcomes import Completions, given_back, outcome
+from fencepost.jobs.periodic import Periodic
 from fencepost.jobs.renewal import Renewal
+from fencepost.jobs.schedule import Schedule
 from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
 from fencepost.schemas.errors import NotArmed, WitnessMismatch
@@ -74,6 +76,7 @@ class Run:
         upkeep: str | None = None,
         journal: Journal | None = None,
         processes: int | None = None,
+        schedules: Sequence[Schedule] = (),
     ) -> None:
         self._dsn = dsn
         self._owner = owner
@@ -93,6 +96,7 @@ class Run:
         look_ups = {n: h.reconciliation.look_up for n, h in classes.items() if h.reconciliation.look_up is not None}
         self._upkeep = Upkeep(upkeep or dsn, owner, look_ups)
         self._computers = Computers(processes)
+        self._periodic = Periodic(dsn, owner, schedules)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
 
@@ -100,6 +104,7 @@ class Run:
         """Starts renewal, the keeper of the witness, and the event loop where a handler needs one."""
         self._renewal.start()
         self._upkeep.start()
+        self._periodic.start()
         if self._keeper is not None:
             self._keeper.start()
         if any(handled.asynchronous for handled in self._classes.values()):
@@ -233,6 +238,7 @@ class Run:
 
     def finish(self, drain: float) -> None:
         """Waits ``drain`` seconds for what is running, gives the rest back, and ends every thread that can be ended."""
+        self._periodic.stop()
         until = time.monotonic() + drain
         while self.running() and (left := until - time.monotonic()) > 0:
             self._freed.wait(min(left, 0.05))

@@ -21,7 +21,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +34,7 @@ from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
+from fencepost.jobs.schedule import Arguments, Missed, Schedule, define
 from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
@@ -79,6 +81,8 @@ class Registered:
     asynchronous: bool
     """Whether the handler runs on the event loop."""
     retry: RetryPolicy | None = None
+    implied: bool = False
+    """Whether only a schedule has named it."""
 
 
 @dataclass(slots=True)
@@ -124,6 +128,7 @@ class Worker:
         self.owner = owner or _owner()
         self.journal = Journal(journal) if isinstance(journal, Path) else journal
         self._classes: dict[str, Registered] = {}
+        self._schedules: dict[str, Schedule] = {}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -173,8 +178,61 @@ class Worker:
         tried = None if retry is None else _retrying(retry)
 
         def registered(handler: H) -> H:
+            if any(each.handler is handler and each.implied for each in self._classes.values()):
+                raise ConfigError(
+                    "periodic is applied before job", field="schedule", hint="put @worker.periodic above @worker.job"
+                )
             asynchronous = inspect.iscoroutinefunction(handler)
             self._classes[name] = Registered(made, reading_args(handler), reconciliation, asynchronous, tried)
+            return handler
+
+        return registered
+
+    def periodic(
+        self,
+        schedule: str,
+        *,
+        tenant: str,
+        cron: str | None = None,
+        every: timedelta | int | None = None,
+        time_zone: str | None = None,
+        args: Arguments | Callable[[datetime], Arguments] | None = None,
+        missed: Missed = "last",
+        grace: float = 60.0,
+    ) -> Callable[[H], H]:
+        """Submits one job of the handler's class for each instant of ``cron`` (five fields, in ``time_zone``) or ``every``.
+
+        @worker.periodic("report.daily", cron="0 3 * * *", time_zone="Europe/Berlin", tenant="acme")
+        @worker.job("report.daily", lease=60)
+        def daily(ctx: Context, job: Job) -> None: ...
+
+        Each instant once, whatever number of workers run and restart: its operation is ``schedule@instant``. ``args``, or
+        what they return for the instant (UTC), is what the job carries; by default ``{"schedule": ..., "at": ...}``.
+        ``missed``: what becomes of instants while nobody ran, ``last``, ``all`` or ``skip`` (`schedule`). ``every``: whole
+        seconds, counted from 1970. Without ``job`` below, the class has the schedule's name and the default policy.
+        """
+
+        def registered(handler: H) -> H:
+            if schedule in self._schedules:
+                raise ConfigError(
+                    f"there is a schedule {schedule} already", field="schedule", hint="name each differently"
+                )
+            classes = [name for name, each in self._classes.items() if each.handler is handler]
+            made = define(
+                schedule,
+                as_class(classes[-1] if classes else schedule, "schedule"),
+                tenant=tenant,
+                cron=cron,
+                every=every,
+                time_zone=time_zone,
+                args=args,
+                missed=missed,
+                grace=grace,
+            )
+            if not classes:
+                self.job(schedule)(handler)
+                self._classes[schedule] = replace(self._classes[schedule], implied=True)
+            self._schedules[schedule] = made
             return handler
 
         return registered
@@ -216,6 +274,7 @@ class Worker:
             raise ConfigError(f"processes is not between 1 and {CONCURRENCY_MAX}", field="processes")
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
+            schedules = tuple(self._schedules.values())
             run = Run(
                 dsn,
                 self.owner,
@@ -225,6 +284,7 @@ class Worker:
                 upkeep=upkeep,
                 journal=kept,
                 processes=processes,
+                schedules=schedules,
             )
             run.start()
             try:

@@ -651,7 +651,7 @@ ALTER TABLE fencepost.decision ADD COLUMN version integer, ADD COLUMN receipt te
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
     'reconcile', 'assign', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination',
-    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention'));
+    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention', 'remove_schedule'));
 CREATE INDEX decision_effect ON fencepost.decision (tenant, operation, subject) WHERE kind IN ('reconcile', 'assign');
 
 -- Receipt look-ups of unknown effects: who asks now, or when it is asked again, and what the last answer was.
@@ -672,7 +672,7 @@ CREATE TABLE fencepost.lookup (
 ) WITH (fillfactor = 70);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0011_reconciliation.sql', 'c0c10907f1aac4f0b407683f157483d3981fea7bc7a31c71c3a071d66e80ee84');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0011_reconciliation.sql', 'be8b9a2e28d6c1d6440685567526dc4bcfd25d7451457fc32f28a49aa6f06fe5');
 
 -- 0012_protected.sql
 -- Users' tables whose rows are written behind a fence only. The table is found by its trigger, so it may be renamed.
@@ -773,6 +773,66 @@ CREATE TABLE fencepost.result (
 
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0013_waiting.sql', '9d1c8ef9f464977e2ce285e69d1d541e6e2016bc9dad04bad4b9babedc6a579a');
+
+-- 0015_schedules_and_holds.sql
+-- Periodic jobs: which timetable submits which class for which tenant, and up to where that is done.
+
+-- Invariant: every instant up to `position` was submitted or is missed for good. `next_at` is the first one after it, null
+-- where a worker of this version has to find it first. `era` is the one in which the position was made: after a restore
+-- nobody knows what was submitted meanwhile.
+CREATE TABLE fencepost.schedule (
+    schedule      text PRIMARY KEY,
+    class         text NOT NULL,
+    tenant        text NOT NULL,
+    timetable     text NOT NULL,
+    missed        text NOT NULL CHECK (missed IN ('skip', 'last', 'all')),
+    version       integer NOT NULL DEFAULT 1 CHECK (version >= 1),
+    era           integer NOT NULL,
+    position      timestamptz NOT NULL,
+    next_at       timestamptz,
+    last_at       timestamptz,
+    submitted     bigint NOT NULL DEFAULT 0 CHECK (submitted >= 0),
+    missed_count  bigint NOT NULL DEFAULT 0 CHECK (missed_count >= 0),
+    seen_at       timestamptz NOT NULL,
+    seen_by       text NOT NULL,
+    registered_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CHECK (next_at > position)
+) WITH (fillfactor = 50);
+
+-- Jobs that stand still until somebody or something else moves them: in any state but queued, running and done. They are few
+-- among many that are done, and what changes in a job is in no index.
+CREATE TABLE fencepost.job_hold (
+    tenant    text NOT NULL,
+    operation text NOT NULL,
+    class     text NOT NULL,
+    state     text NOT NULL,
+    since     timestamptz NOT NULL,
+    PRIMARY KEY (tenant, operation, class)
+);
+CREATE INDEX job_hold_state ON fencepost.job_hold (state, since);
+INSERT INTO fencepost.job_hold (tenant, operation, class, state, since)
+SELECT j.tenant, j.operation, j.class, j.exec, j.changed_at FROM fencepost.job AS j WHERE j.exec NOT IN ('queued', 'running', 'done');
+
+-- What became of jobs, but for claims and completions, which `attempt` and the job itself tell.
+CREATE TABLE fencepost.job_event (
+    id         bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    tenant     text NOT NULL,
+    operation  text NOT NULL,
+    class      text NOT NULL,
+    generation bigint NOT NULL,
+    attempt    uuid,
+    was        text NOT NULL,
+    became     text NOT NULL,
+    reason     text,
+    detail     text NOT NULL,
+    login      text NOT NULL DEFAULT session_user,
+    at         timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX job_event_job ON fencepost.job_event (tenant, operation, class);
+CREATE INDEX decision_job ON fencepost.decision (tenant, operation, subject) WHERE kind IN ('cancel', 'requeue');
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0015_schedules_and_holds.sql', '2a2657ef8ad3f085edc98a6825c957227a3aabaae56d566db4927df0da514d9a');
 
 -- 0017_authority.sql
 -- Changes of authority: rotation, freeze, restriction, release, seal and recovery, in one hash-chained history.
@@ -3324,7 +3384,8 @@ DO $$
 DECLARE
     v_table text;
 BEGIN
-    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result'] LOOP
+    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result',
+                                   'job_event'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
             EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
@@ -3930,6 +3991,38 @@ BEGIN
 END $$;
 
 
+-- jobs/note_job.sql
+-- Whatever takes a job out of the way of claim and completion, or back into it, is in its history, and whether it stands
+-- still is kept beside it; whoever did it.
+CREATE OR REPLACE FUNCTION fencepost._note_job()
+RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF OLD.exec NOT IN ('queued', 'running', 'done') THEN
+        DELETE FROM fencepost.job_hold AS h WHERE h.tenant = NEW.tenant AND h.operation = NEW.operation AND h.class = NEW.class;
+    END IF;
+    IF NEW.exec NOT IN ('queued', 'running', 'done') THEN
+        INSERT INTO fencepost.job_hold (tenant, operation, class, state, since)
+        VALUES (NEW.tenant, NEW.operation, NEW.class, NEW.exec, NEW.changed_at);
+    END IF;
+    INSERT INTO fencepost.job_event (tenant, operation, class, generation, attempt, was, became, reason, detail)
+    VALUES (NEW.tenant, NEW.operation, NEW.class, NEW.generation, OLD.attempt, OLD.exec, NEW.exec, NEW.reason, NEW.detail);
+    RETURN NULL;
+END $$;
+-- Locks: none where the trigger exists.
+DO $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'fencepost.job'::regclass AND tgname = 'note_job') THEN
+        CREATE TRIGGER note_job AFTER UPDATE ON fencepost.job FOR EACH ROW
+        WHEN (OLD.exec <> NEW.exec AND NEW.exec <> 'running' AND NOT (OLD.exec = 'running' AND NEW.exec = 'done'))
+        EXECUTE FUNCTION fencepost._note_job();
+    END IF;
+END $$;
+
+-- Which attempts staged a result, when and how large; never what.
+CREATE OR REPLACE VIEW fencepost.candidate AS
+    SELECT s.tenant, s.operation, s.class, s.attempt, s.staged_at, octet_length(s.result) AS bytes FROM fencepost.staged AS s;
+
+
 -- jobs/progress.sql
 -- Notes how far the current attempt is; nobody else's. Waits half a second at most for the job row (55P03).
 -- Locks: gate, then the job row.
@@ -4341,6 +4434,124 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT r.result, r.attempt, r.at FROM fencepost.result AS r
     WHERE r.tenant = p_tenant AND r.operation = p_operation AND r.class = p_class
 $$;
+
+
+-- jobs/schedules.sql
+-- Registers a schedule of this worker's code and says under which version, or null: another definition is current and
+-- its workers live, or an operator removed it. A starting worker's definition always becomes current; one that runs takes
+-- over once nobody of the current version was seen for two minutes.
+-- A changed definition goes on where the old one was: from the first instant that is overdue, else from now.
+-- Locks: the schedule's row.
+CREATE OR REPLACE FUNCTION fencepost.register_schedule(
+    p_schedule text, p_class text, p_tenant text, p_timetable text, p_missed text, p_worker text, p_starting boolean)
+RETURNS integer LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_was fencepost.schedule;
+    v_now timestamptz;
+BEGIN
+    PERFORM fencepost._require_identity('schedule', p_schedule);
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('timetable', p_timetable);
+    PERFORM fencepost._require_identity('owner', p_worker);
+    IF p_missed IS NULL OR p_missed NOT IN ('skip', 'last', 'all') THEN
+        PERFORM fencepost._refuse('ZF003', 'missed is not skip, last or all', 'missed', NULL);
+    END IF;
+    IF p_starting THEN
+        v_now := clock_timestamp();
+        INSERT INTO fencepost.schedule (schedule, class, tenant, timetable, missed, era, position, seen_at, seen_by)
+        SELECT p_schedule, p_class, p_tenant, p_timetable, p_missed, i.era, v_now, v_now, p_worker FROM fencepost.installation AS i
+        ON CONFLICT (schedule) DO NOTHING;
+    END IF;
+    SELECT s.* INTO v_was FROM fencepost.schedule AS s WHERE s.schedule = p_schedule FOR NO KEY UPDATE;
+    v_now := clock_timestamp();
+    IF NOT FOUND THEN
+        RETURN NULL;
+    ELSIF (v_was.class, v_was.tenant, v_was.timetable, v_was.missed) = (p_class, p_tenant, p_timetable, p_missed) THEN
+        UPDATE fencepost.schedule AS s SET seen_at = v_now, seen_by = p_worker WHERE s.schedule = p_schedule;
+        RETURN v_was.version;
+    ELSIF NOT p_starting AND v_was.seen_at > v_now - interval '2 minutes' THEN
+        RETURN NULL;
+    END IF;
+    UPDATE fencepost.schedule AS s SET class = p_class, tenant = p_tenant, timetable = p_timetable, missed = p_missed,
+        version = s.version + 1, position = least(v_now, coalesce(s.next_at - interval '1 microsecond', s.position)), next_at = NULL,
+        seen_at = v_now, seen_by = p_worker, registered_at = v_now
+    WHERE s.schedule = p_schedule;
+    RETURN v_was.version + 1;
+END $$;
+
+-- Takes one schedule that is due, among those of these versions, and says up to where it was submitted and what time it is.
+-- Whoever took it has it until the end of the transaction, in which it submits and advances; others pass it by.
+-- In a new era it starts anew: what was submitted before the restore is not known, and doing it twice is worse than late.
+-- Locks: gate, then one schedule's row, skipping what others hold.
+CREATE OR REPLACE FUNCTION fencepost.take_schedule(p_schedules text[], p_versions integer[], p_worker text)
+RETURNS TABLE (schedule text, "position" timestamptz, now timestamptz, restored boolean)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_due fencepost.schedule;
+    v_era integer;
+    v_now timestamptz;
+BEGIN
+    PERFORM fencepost._require_identity('owner', p_worker);
+    PERFORM fencepost._enter();
+    SELECT s.* INTO v_due FROM fencepost.schedule AS s
+    JOIN unnest(p_schedules, p_versions) AS u (schedule, version) ON s.schedule = u.schedule AND s.version = u.version
+    WHERE s.next_at IS NULL OR s.next_at <= (SELECT clock_timestamp())
+    ORDER BY s.next_at NULLS FIRST, s.schedule LIMIT 1 FOR NO KEY UPDATE OF s SKIP LOCKED;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    SELECT i.era INTO STRICT v_era FROM fencepost.installation AS i;
+    v_now := clock_timestamp();
+    UPDATE fencepost.schedule AS s SET seen_at = v_now, seen_by = p_worker, era = v_era,
+        position = CASE s.era WHEN v_era THEN s.position ELSE v_now END, next_at = CASE s.era WHEN v_era THEN s.next_at END
+    WHERE s.schedule = v_due.schedule;
+    RETURN QUERY SELECT v_due.schedule, CASE v_due.era WHEN v_era THEN v_due.position ELSE v_now END, v_now, v_due.era <> v_era;
+END $$;
+
+-- Moves a schedule on, in the transaction that took it and submitted what was due. The position never goes back.
+CREATE OR REPLACE FUNCTION fencepost.advance_schedule(
+    p_schedule text, p_position timestamptz, p_next_at timestamptz, p_last_at timestamptz, p_submitted integer, p_missed integer)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    UPDATE fencepost.schedule AS s SET position = p_position, next_at = p_next_at, last_at = coalesce(p_last_at, s.last_at),
+        submitted = s.submitted + p_submitted, missed_count = s.missed_count + p_missed
+    WHERE s.schedule = p_schedule AND s.position <= p_position;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such schedule, or it is further on', 'position', 'take it first');
+    END IF;
+END $$;
+
+-- Says that workers of these versions are there, at most three times a minute for each schedule.
+CREATE OR REPLACE FUNCTION fencepost.see_schedules(p_schedules text[], p_versions integer[], p_worker text)
+RETURNS void LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    UPDATE fencepost.schedule AS s SET seen_at = clock_timestamp(), seen_by = p_worker
+    WHERE s.schedule = ANY (ARRAY(
+        SELECT o.schedule FROM fencepost.schedule AS o
+        JOIN unnest(p_schedules, p_versions) AS u (schedule, version) ON o.schedule = u.schedule AND o.version = u.version
+        WHERE o.seen_at < clock_timestamp() - interval '20 seconds' ORDER BY o.schedule FOR NO KEY UPDATE OF o SKIP LOCKED))
+$$;
+
+-- Forgets a schedule that no worker's code has any more; its jobs stay. Refused while a worker of it is seen.
+CREATE OR REPLACE FUNCTION fencepost.remove_schedule(p_schedule text, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_was fencepost.schedule;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT s.* INTO v_was FROM fencepost.schedule AS s WHERE s.schedule = p_schedule FOR UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such schedule', 'schedule', 'see: fencepost jobs schedules list');
+    ELSIF v_was.seen_at > clock_timestamp() - interval '1 minute' THEN
+        PERFORM fencepost._refuse('ZF003', 'a worker with this schedule was seen within the last minute', 'seen_at',
+            'take it out of the code and stop those workers first');
+    END IF;
+    DELETE FROM fencepost.schedule AS s WHERE s.schedule = p_schedule;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, subject, verdict)
+    VALUES (gen_random_uuid(), 'remove_schedule', p_actor, p_reason, v_was.tenant, p_schedule, 'removed');
+END $$;
 
 
 -- jobs/signal.sql
