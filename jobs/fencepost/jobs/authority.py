@@ -165,17 +165,21 @@ def seal(dsn: str, witness: Path | Witness, by: By, *, dry_run: bool = False) ->
     It arms itself then, on another system or timeline too, if it lost nothing on the way.
     """
     outside = arming.as_witness(witness)
-    with outside.held(), connect(dsn, answer_within=arming.ANSWER_SECONDS) as conn:
-        record = arming.settled(outside.read(), arming.read_tip(conn))
+    with (
+        outside.held(),
+        connect(dsn, answer_within=arming.ANSWER_SECONDS) as gate,
+        connect(dsn, autocommit=True, answer_within=arming.ANSWER_SECONDS) as other,
+    ):
+        record = _begun(gate, other, outside, by)
         mark = record.head.sealing()
+        if not dry_run:
+            # Crash here: [V4] told and not sealed: the next beat takes the turn as any other.
+            record = intend(outside, record, mark)
+        gate.execute(SEAL, arming.parameters(record, mark) | by.values())
         if dry_run:
-            conn.execute(SEAL, arming.parameters(record, mark) | by.values())
-            conn.rollback()
+            gate.rollback()
             return
-        # Crash here: [V4] told and not sealed: the next beat takes the turn as any other.
-        record = intend(outside, record, mark)
-        conn.execute(SEAL, arming.parameters(record, mark) | by.values())
-        conn.commit()
+        gate.commit()
         confirm(outside, record, mark)
 
 
