@@ -36,6 +36,7 @@ def empty(database: Database) -> Database:
         for table in TABLES:
             conn.execute(psycopg.sql.SQL("DELETE FROM fencepost.{}").format(psycopg.sql.Identifier(table)))
         conn.execute("DROP TABLE IF EXISTS result")
+        conn.execute("SELECT setval('fencepost.job_doorbell', 0)")
     arming.ensure_armed(database.dsn, database.state)
     return database
 

@@ -37,6 +37,8 @@ OUTCOME_SECONDS = 10.0
 OUTCOME_LANES = 2
 LOOP_SECONDS = 2.0
 
+AsyncHandler = Callable[[AsyncContext, Job], Coroutine[Any, Any, object]]
+
 log = logging.getLogger("fencepost.jobs")
 
 
@@ -152,7 +154,7 @@ class Run:
 
     def execute(self, jobs: Sequence[Job]) -> None:
         """Starts the handlers of claimed jobs, each in a thread of its own or together on the event loop."""
-        executions = [Execution(job, self._classes[job.job_class].policy, self._journal) for job in jobs]
+        executions = [Execution(job, self._classes[job.fence.job_class].policy, self._journal) for job in jobs]
         with self._lock:
             self._executions.update((id(execution), execution) for execution in executions)
         if self._loop is not None and (looped := [e for e in executions if self._handled(e).asynchronous]):
@@ -165,7 +167,7 @@ class Run:
                 ).start()
 
     def _handled(self, execution: Execution) -> Handled:
-        return self._classes[execution.job.job_class]
+        return self._classes[execution.job.fence.job_class]
 
     def _run_sync(self, execution: Execution, handler: Callable[[Context, Job], object]) -> None:
         error: BaseException | None = None
@@ -177,7 +179,7 @@ class Run:
 
     def _run_async(self, loop: asyncio.AbstractEventLoop, executions: Sequence[Execution]) -> None:
         for execution in executions:
-            handler = cast(Callable[[AsyncContext, Job], Coroutine[Any, Any, object]], self._handled(execution).handler)
+            handler = cast("AsyncHandler", self._handled(execution).handler)
             context = AsyncContext(execution, self._work, self._outcomes)
             try:
                 task = loop.create_task(handler(context, execution.job))
