@@ -46,6 +46,7 @@ def empty(database: Database) -> Database:
             conn.execute(psycopg.sql.SQL("DELETE FROM fencepost.{}").format(psycopg.sql.Identifier(table)))
         conn.execute("DROP TABLE IF EXISTS result")
         conn.execute("UPDATE fencepost.installation SET frozen = false, recovered_at = NULL")
+        conn.execute("SELECT setval('fencepost.job_doorbell', 0)")
     arming.ensure_armed(database.dsn, database.state)
     return database
 

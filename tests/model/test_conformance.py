@@ -475,4 +475,15 @@ def test_postgresql_and_the_machine_say_and_become_the_same(database18: Database
             drive(conn, database18, seed, seen)
     # The sequences reach what they are there for: every refusal that this machine knows.
     assert {f"ZF{code}" for code in CODES} <= {kind.partition(" ")[2] for kind in seen}, sorted(seen)
-    assert {"Wait waiting", "Wait signalled", "Wait ZF030", "Signal recorded", "Signal too_late"}, "Rotate ", "Thaw ", "Release ", "Recover ", "Arm ZF002"} <= seen, sorted(seen)
+    assert {
+        "Wait waiting",
+        "Wait signalled",
+        "Wait ZF030",
+        "Signal recorded",
+        "Signal too_late",
+        "Rotate ",
+        "Thaw ",
+        "Release ",
+        "Recover ",
+        "Arm ZF002",
+    } <= seen, sorted(seen)

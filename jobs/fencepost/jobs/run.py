@@ -44,6 +44,8 @@ OUTCOME_SECONDS = 10.0
 OUTCOME_LANES = 2
 LOOP_SECONDS = 2.0
 
+AsyncHandler = Callable[[AsyncContext, Job], Coroutine[Any, Any, object]]
+
 log = logging.getLogger("fencepost.jobs")
 
 
@@ -166,7 +168,7 @@ class Run:
 
     def execute(self, jobs: Sequence[Job]) -> None:
         """Starts the handlers of claimed jobs, each in a thread of its own or together on the event loop."""
-        classes = [self._classes[job.job_class] for job in jobs]
+        classes = [self._classes[job.fence.job_class] for job in jobs]
         executions = [Execution(j, c.policy, self._journal, c.retry) for j, c in zip(jobs, classes, strict=True)]
         with self._lock:
             self._executions.update((id(execution), execution) for execution in executions)
@@ -180,7 +182,7 @@ class Run:
                 ).start()
 
     def _handled(self, execution: Execution) -> Handled:
-        return self._classes[execution.job.job_class]
+        return self._classes[execution.job.fence.job_class]
 
     def _run_sync(self, execution: Execution, handler: Callable[[Context, Job], object]) -> None:
         error: BaseException | None = None
@@ -194,7 +196,7 @@ class Run:
 
     def _run_async(self, loop: asyncio.AbstractEventLoop, executions: Sequence[Execution]) -> None:
         for execution in executions:
-            handler = cast(Callable[[AsyncContext, Job], Coroutine[Any, Any, object]], self._handled(execution).handler)
+            handler = cast("AsyncHandler", self._handled(execution).handler)
             context = AsyncContext(execution, self._work, self._outcomes, self._computers)
             try:
                 task = loop.create_task(handler(context, execution.job))

@@ -30,6 +30,7 @@ import psycopg
 
 from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.doorbell import Doorbell, prove
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
@@ -87,11 +88,16 @@ class Registered:
 
 @dataclass(slots=True)
 class Polls:
-    """The pause before the next poll, whether the last left no capacity, and whether the operator knows that none claims."""
+    """The pause before the next poll, whether the last left no capacity, and whether the operator knows that none claims.
+
+    ``idle``: the last poll was answered, and left capacity; ``found``: something was claimed since the last rest.
+    """
 
     pause: float = POLL_SECONDS_MIN
     full: bool = False
     told: bool = False
+    idle: bool = False
+    found: bool = False
 
 
 class Hint:
@@ -249,6 +255,7 @@ class Worker:
         upkeep: str | None = None,
         journal: Path | None = None,
         processes: int | None = None,
+        doorbell: bool = False,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
@@ -258,9 +265,11 @@ class Worker:
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
         ``journal`` takes the place of the worker's own. ``processes``: how many computations run at a time (``ctx.compute``;
-        default: one for each core).
+        default: one for each core). With ``doorbell`` an idle worker is rung as soon as a job is due, instead of finding it
+        at the next poll, which comes at most half a second later; it needs a session of its own.
 
-        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
+        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class and
+        for a doorbell behind a pooler in transaction mode,
         InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
         JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
         """
@@ -288,12 +297,13 @@ class Worker:
             )
             run.start()
             try:
-                self._work(run, dsn, stopping, patience)
+                self._work(run, dsn, stopping, patience, doorbell=doorbell)
             finally:
                 run.finish(drain)
 
-    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float) -> None:
+    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float, *, doorbell: bool) -> None:
         answered = time.monotonic()
+        proved = False
         polls = Polls()
         while not stopping.is_set():
             try:
@@ -303,10 +313,15 @@ class Worker:
                         register_class(conn, registered.policy)
                         register(conn, registered.policy.name, registered.reconciliation)
                     hint = Hint(self.classes)
+                    bell = Doorbell(conn, POLL_SECONDS_MAX) if doorbell else None
+                    if bell is not None and not proved:
+                        prove(conn, dsn)
+                        proved = True
                     while not stopping.is_set():
                         self._turn(run, conn, hint, polls)
                         answered = time.monotonic()
-                        run.wait(polls.pause, stopping, full=polls.full)
+                        if bell is None or not _rested(bell, polls, stopping):
+                            run.wait(polls.pause, stopping, full=polls.full)
             except (psycopg.OperationalError, Unreachable) as error:
                 if time.monotonic() - answered >= patience:
                     raise
@@ -318,6 +333,7 @@ class Worker:
         """One poll, and how long to wait for the next."""
         free = run.free()
         polls.full = free == 0
+        polls.idle = False
         if free == 0:
             polls.pause = POLL_SECONDS_MIN
             return
@@ -339,6 +355,7 @@ class Worker:
         hint.renew(conn, busy=bool(jobs))
         polls.told = False
         polls.full = len(jobs) == asked
+        polls.idle, polls.found = not polls.full, polls.found or bool(jobs)
         if polls.full and asked < free:
             polls.pause = 0.0
         else:
@@ -350,6 +367,21 @@ def _retrying(given: RetryPolicy | Retrying | AsyncRetrying) -> RetryPolicy:
     from fencepost.jobs.retrying import policy_of
 
     return policy_of(given)
+
+
+def _rested(bell: Doorbell, polls: Polls, stopping: threading.Event) -> bool:
+    """Rests by the bell after a poll that left capacity, else False: then it is for the pause."""
+    try:
+        if not polls.idle:
+            bell.awake()
+            return False
+        if bell.rest(polls.pause, stopping, found=polls.found):
+            polls.pause = POLL_SECONDS_MIN
+        polls.found = False
+    except NotArmed:
+        # The next poll tells it.
+        return False
+    return True
 
 
 @contextmanager

@@ -13,7 +13,7 @@
     address = "kafka.example:9093"
     topics = ["reports"]
 
-    [worker]                                            # FENCEPOST_WORKER_JOURNAL
+    [worker]                                            # FENCEPOST_WORKER_JOURNAL, FENCEPOST_WORKER_DOORBELL
     journal = "journal"                                 # a folder of this worker's own
 
     [[destinations]]                                    # FENCEPOST_DESTINATIONS, the same as JSON
@@ -204,11 +204,15 @@ class ConsumerSettings(_Sources):
 
 
 class WorkerSettings(_Sources):
-    """Where a worker keeps its journal; None: it keeps none. A folder belongs to one worker."""
+    """Where a worker keeps its journal; None: it keeps none. A folder belongs to one worker.
+
+    `doorbell` lets an idle worker be rung as soon as work is due.
+    """
 
     model_config = SettingsConfigDict(env_prefix=WORKER_PREFIX)
 
     journal: Path | None = None
+    doorbell: bool = False
 
 
 class _General(_Sources):

@@ -28,6 +28,9 @@ def run(
     concurrency: Annotated[int, typer.Option(help="Jobs at the same time.")] = 4,
     drain: Annotated[float, typer.Option(help="Seconds that running handlers get after a stop.")] = 10.0,
     patience: Annotated[float, typer.Option(help="Seconds without the database before giving up.")] = 60.0,
+    doorbell: Annotated[
+        bool, typer.Option("--doorbell", help="Be rung when work is due instead of polling for it.")
+    ] = False,
 ) -> None:
     """Work until stopped; the first SIGTERM or SIGINT drains, the second leaves at once.
 
@@ -49,4 +52,5 @@ def run(
             state=chosen.outside(),
             patience=patience,
             journal=chosen.worker.journal,
+            doorbell=doorbell or chosen.worker.doorbell,
         )

@@ -94,6 +94,8 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "register_class": ("executor",),
     "claim": ("executor",),
     "marks": ("executor",),
+    "doze_jobs": ("executor",),
+    "rung_jobs": ("executor",),
     "renew": ("executor",),
     "fence": ("executor",),
     "complete": ("executor",),

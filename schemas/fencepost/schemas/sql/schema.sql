@@ -891,6 +891,14 @@ ALTER TABLE fencepost.authority_log ADD CONSTRAINT authority_log_kind_check CHEC
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0017_authority.sql', 'b63f8a981e5dee4d6d3607960f42566afa7ef4b34f5aa61e0fd2450b67633fc8');
 
+-- 0018_job_doorbell.sql
+-- The doorbell of jobs: until when (microseconds since 1970) some worker sleeps and wants to be rung; nothing or the past: nobody.
+-- Invariant: a sequence, since its value is seen at once and by every snapshot, also one taken before the worker fell asleep.
+CREATE SEQUENCE fencepost.job_doorbell MINVALUE 0 START WITH 0;
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0018_job_doorbell.sql', 'ad12cd380fee5e159fdd56b4fc49877d41f196712f7a7c765ddd30aa279abce8');
+
 SET check_function_bodies = off;
 
 -- authority/arm.sql
@@ -3247,6 +3255,10 @@ BEGIN
     VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
         greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
         NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
+    -- Rings only while a worker sleeps (see doze_jobs), and for what is due; one look at a sequence otherwise.
+    IF NEW.exec = 'queued' AND pg_sequence_last_value('fencepost.job_doorbell') > 0 AND NEW.run_at <= clock_timestamp() THEN
+        PERFORM fencepost._ring_jobs();
+    END IF;
     RETURN NULL;
 END $$;
 -- Locks: none where the triggers exist.
@@ -3603,6 +3615,9 @@ DECLARE
     v_jobs tid[] := '{}';
     v_classes text[] := '{}';
     v_share integer;
+    -- The attempts of one claim share 106 random bits, and are numbered: asking for random bits a hundred times costs as much
+    -- as the updates.
+    v_attempts text := left(gen_random_uuid()::text, 32);
 BEGIN
     PERFORM fencepost._require_identity('owner', p_owner);
     IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
@@ -3651,12 +3666,12 @@ BEGIN
         UPDATE fencepost.job AS j SET
             exec = 'running',
             mode = CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 'finish' ELSE 'execute' END,
-            generation = j.generation + 1, attempt = gen_random_uuid(), owner = p_owner,
+            generation = j.generation + 1, attempt = (v_attempts || to_hex(4096 + c.n))::uuid, owner = p_owner,
             lease_until = clock_timestamp() + k.lease,
             attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
             finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(v_at, v_jobs, v_classes) AS c (at, job, class)
+        FROM unnest(v_at, v_jobs, v_classes) WITH ORDINALITY AS c (at, job, class, n)
         JOIN fencepost.job_class AS k ON k.class = c.class
         WHERE j.ctid = c.job AND j.exec = 'queued' AND j.open_effects = 0
           AND j.epoch = greatest(v_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
@@ -3797,6 +3812,53 @@ BEGIN
             WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = u.class OFFSET 0) AS j ON true
         WHERE u.item <> ALL (coalesce(v_done, '{}'))) AS r
     ORDER BY r.item;
+END $$;
+
+
+-- jobs/doorbell.sql
+-- Marks that a worker sleeps for so long; worth nothing after a crash, so its commit waits for no disk. True when every job that becomes due by a commit from now on will ring or is visible
+-- to the next look; false while a writer that may have read the mark before is still open: then look again soon.
+-- Locks: workers change the mark one after the other, and only for the time of this call.
+CREATE OR REPLACE FUNCTION fencepost.doze_jobs(p_for interval) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_until bigint := (extract(epoch FROM clock_timestamp() + p_for) * 1000000)::bigint;
+BEGIN
+    PERFORM fencepost._enter();
+    IF p_for IS NULL OR p_for NOT BETWEEN interval '0' AND interval '10 minutes' THEN
+        PERFORM fencepost._refuse('ZF003', 'the sleep is not between 0 and 10 minutes', 'for', NULL);
+    END IF;
+    PERFORM set_config('synchronous_commit', 'off', true);
+    PERFORM pg_advisory_xact_lock(1179665234, 2);
+    -- Invariant: every doze changes the mark, so that a ring for an older one cannot take it away.
+    PERFORM setval('fencepost.job_doorbell', greatest(coalesce(pg_sequence_last_value('fencepost.job_doorbell'), 0) + 1, v_until));
+    -- Who makes a job due locks this table before it reads the mark, and until its end.
+    RETURN NOT EXISTS (
+        SELECT FROM pg_locks AS l
+        WHERE l.locktype = 'relation' AND l.relation = 'fencepost.agenda'::regclass AND l.mode = 'RowExclusiveLock'
+          AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()) AND l.granted);
+END $$;
+
+-- Everybody who slept under this mark was rung: nobody rings again, unless somebody fell asleep since.
+CREATE OR REPLACE FUNCTION fencepost.rung_jobs(p_mark bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'off', true);
+    PERFORM pg_advisory_xact_lock(1179665234, 2);
+    IF pg_sequence_last_value('fencepost.job_doorbell') = p_mark THEN
+        PERFORM setval('fencepost.job_doorbell', 0);
+    END IF;
+END $$;
+
+-- Rings, if a worker sleeps, once for a transaction; whoever lets work become due that no job row tells of calls it.
+CREATE OR REPLACE FUNCTION fencepost._ring_jobs() RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_mark bigint := pg_sequence_last_value('fencepost.job_doorbell');
+BEGIN
+    IF v_mark > (extract(epoch FROM clock_timestamp()) * 1000000)::bigint THEN
+        PERFORM pg_notify('fencepost_jobs', v_mark::text);
+    END IF;
 END $$;
 
 

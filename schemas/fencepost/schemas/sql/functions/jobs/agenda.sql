@@ -7,6 +7,10 @@ BEGIN
     VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
         greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
         NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
+    -- Rings only while a worker sleeps (see doze_jobs), and for what is due; one look at a sequence otherwise.
+    IF NEW.exec = 'queued' AND pg_sequence_last_value('fencepost.job_doorbell') > 0 AND NEW.run_at <= clock_timestamp() THEN
+        PERFORM fencepost._ring_jobs();
+    END IF;
     RETURN NULL;
 END $$;
 -- Locks: none where the triggers exist.
