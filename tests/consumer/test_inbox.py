@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import Any, LiteralString, Self, cast
+from typing import Any, LiteralString, cast
 
 import psycopg
 import pytest
@@ -26,6 +26,7 @@ from support.database import Database
 from support.deliveries import Submitted, Withdrawn, envelope, from_kafka, from_rabbitmq
 from support.poison import SECRET, UNREADABLE
 from support.services import Services
+from support.wire import listening
 
 Tx = Connection[Any]
 
@@ -368,18 +369,13 @@ def test_a_name_that_is_the_mark_already_proves_nothing(domain: Database) -> Non
 
 @pytest.mark.parametrize("name", ["", "a" * 63, "x (inbox)"])
 def test_one_statement_reserves_whatever_the_application_is_called(domain: Database, name: str) -> None:
-    asked: list[str] = []
-
-    class Listening(psycopg.Cursor[Any]):
-        def execute(self, query: Any, *arguments: Any, **options: Any) -> Self:
-            asked.append(str(query))
-            return super().execute(query, *arguments, **options)
-
-    with domain.connect(autocommit=True, application_name=name, cursor_factory=Listening) as conn:
-        assert reports.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
+    with domain.connect(autocommit=True, application_name=name) as conn:
+        with listening(conn) as sent:
+            assert reports.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
         assert conn.info.parameter_status("application_name") == name
-    assert len([each for each in asked if "fencepost." in each]) == 1
-    assert len(asked) == 2, "that, and the handler's own"
+    assert len([each for each in sent.statements if "fencepost." in each]) == 1
+    assert len(sent.statements) == 2, "that, and the handler's own"
+    assert sent.round_trips == 3, "the reservation with its BEGIN, the handler's statement, COMMIT"
 
 
 def test_the_connection_refuses_commit_and_rollback_inside_a_handler(domain: Database) -> None:
