@@ -27,7 +27,7 @@ from support.proxy import Proxy
 from support.services import Pooler
 from support.workers import Running, quick, running
 
-SOON = 20.0
+SOON = 60.0
 MARK: LiteralString = """
 SELECT last_value FROM fencepost.job_doorbell WHERE last_value > extract(epoch FROM clock_timestamp()) * 1000000"""
 ASLEEP: LiteralString = """
