@@ -334,6 +334,10 @@ def test_a_rotation_needs_an_armed_database_and_its_witness(database18: Database
         rotated(database18)  # the control
 
 
+def dies(*_: object) -> None:
+    """No keeper is there."""
+
+
 def test_a_restriction_whose_commit_is_lost_is_put_into_force_by_the_next_arm(
     database18: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,8 +345,9 @@ def test_a_restriction_whose_commit_is_lost_is_put_into_force_by_the_next_arm(
         given(conn)
         restrict(database18.dsn, database18.state, BY, "tenant", "u")  # the control
         with monkeypatch.context() as patch:
-            patch.setattr(authority, "_one", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
+            patch.setattr(authority, "ROTATE", "SELECT 1 / 0, 1")
+            patch.setattr(arming, "ensure_armed", dies)
+            with pytest.raises(psycopg.errors.DivisionByZero):
                 restrict(database18.dsn, database18.state, BY, "tenant", "t")
         with pytest.raises(NotArmed):
             claim(conn, "a", [CLASS], 1)
