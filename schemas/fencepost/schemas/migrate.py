@@ -80,7 +80,9 @@ def functions() -> list[Migration]:
     return _files("functions")
 
 
-def apply(dsn: str, *, state: Path | Witness, single_role: bool | None = None, install: str = "main", slots: int = 16) -> Report:
+def apply(
+    dsn: str, *, state: Path | Witness, single_role: bool | None = None, install: str = "main", slots: int = 16
+) -> Report:
     """Brings the database to this version of the contract and arms a new installation; safe to run again and twice at once.
 
     `state` is the folder of the file witness, or another witness, `slots` the number of ordered shares of the outbox (fixed for life),
