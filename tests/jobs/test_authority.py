@@ -20,6 +20,7 @@ from fencepost.schemas import arming
 from fencepost.schemas.errors import (
     EffectOpen,
     EpochFrozen,
+    InvalidInput,
     NotArmed,
     Restricted,
     StaleFence,
@@ -230,6 +231,9 @@ def test_a_revoked_login_is_refused_everything_and_another_is_not(databases18: D
 
             with pytest.raises(Restricted):
                 claim(a, "a", [CLASS], 1)
+            (myself,) = b.execute("SELECT session_user").fetchone() or ("",)
+            with pytest.raises(InvalidInput):
+                restrict(other.dsn, roles.database.state, BY, "principal", myself)
             assert claim(b, "b", [CLASS], 1) == []
             lift(roles.database.dsn, roles.database.state, BY, "principal", roles.name("executor"))
             assert claim(a, "a", [CLASS], 1) == []
