@@ -1431,7 +1431,9 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.release_held(
     p_tenant text, p_class text, p_operation text, p_limit integer, p_after text[], p_version bigint, p_actor text, p_reason text,
     p_evidence text, OUT released bigint, OUT open bigint, OUT after text[])
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s'
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_keys record;
 BEGIN
@@ -1674,7 +1676,8 @@ END $$;
 -- Takes running jobs of a tenant, a class or everybody away from their attempts: held, or blocked by what they left pending.
 -- Found by the pointers to their leases. Nobody else has them: the gate is held.
 CREATE OR REPLACE FUNCTION fencepost._hold_running(p_tenant text, p_class text, p_reason text, OUT held bigint, OUT blocked bigint)
-LANGUAGE plpgsql SET enable_seqscan = off AS $$
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off
+SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_key record;
     v_exec text;
