@@ -17,19 +17,15 @@ DECLARE
     v_count integer := 0;
 BEGIN
     FOR v_key IN
-        SELECT e.tenant, e.operation, e.class, e.effect_key
+        SELECT e.tenant, e.operation, e.effect_key
         FROM fencepost.effect AS e
         JOIN fencepost.job AS j ON j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class
         WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp())
           AND j.exec <> 'running'
         ORDER BY e.tenant, e.operation, e.effect_key LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
     LOOP
-        IF EXISTS (SELECT FROM fencepost.job AS j
-                   WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class
-                     AND j.exec <> 'running') THEN
-            PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
-            v_count := v_count + 1;
-        END IF;
+        PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
+        v_count := v_count + 1;
     END LOOP;
     RETURN v_count;
 END $$;
