@@ -9,7 +9,7 @@ MUTATE  ?=
 WORKERS ?= auto
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer stack-up stack-down services
+.PHONY: help demo test check model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer chaos soak stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -55,6 +55,12 @@ bench-jobs: $(STAMP) services ## jobs beside bare SQL, PgQueuer and Procrastinat
 
 soak-consumer: $(STAMP) services ## two consumers under kills and redeliveries: each operation once (BENCH="--seed 1")
 	$(PY) bench/soak_consumer.py $(BENCH)
+
+chaos: $(STAMP) services ## 5,000 jobs under kills, stops, restarts and lost replies: wrong answers counted, PgQueuer's beside (BENCH="--seed 1")
+	$(PY) bench/chaos/run.py $(BENCH)
+
+soak: $(STAMP) services ## the same for ten minutes at a steady rate, ages bounded (BENCH="--seconds 3600")
+	$(PY) bench/chaos/run.py --soak $(BENCH)
 
 bench-replay: $(STAMP) services ## a topic becomes a projection, killed once, bounds checked (BENCH="--count 100000")
 	$(PY) bench/replay.py $(BENCH)

@@ -18,10 +18,16 @@ TABLES = (
     "effect",
     "attempt",
     "agenda",
+    "wait",
+    "signal",
+    "progress",
+    "result",
     "job",
     "job_class",
     "decision",
     "tenant",
+    "restriction",
+    "lost_begin",
     "duty",
 )
 ALONE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -36,6 +42,7 @@ def empty(database: Database) -> Database:
         for table in TABLES:
             conn.execute(psycopg.sql.SQL("DELETE FROM fencepost.{}").format(psycopg.sql.Identifier(table)))
         conn.execute("DROP TABLE IF EXISTS result")
+        conn.execute("UPDATE fencepost.installation SET frozen = false, recovered_at = NULL")
     arming.ensure_armed(database.dsn, database.state)
     return database
 

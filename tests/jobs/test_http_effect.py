@@ -199,6 +199,43 @@ def test_a_transport_that_tries_again_after_a_lost_answer_is_not_taken_for_one_t
                 http_effect(client, "POST", nobody, success={200}, receipt=receipt)(REQUEST, dispatch())
 
 
+@pytest.mark.parametrize("reused", [False, True], ids=["new", "reused"])
+def test_a_process_paused_past_the_deadline_before_the_first_byte_sends_nothing(
+    provider: Provider, reused: bool
+) -> None:
+    """As SIGSTOP would, the hook holds the request between the last look at the clock and its first byte."""
+    held: list[Dispatch] = []
+
+    def hold(_request: httpx.Request) -> None:
+        wait_for(lambda: all(each.seconds_left() == 0 for each in held), 10, "the deadline to pass")
+
+    with httpx.Client(trust_env=False, event_hooks={"request": [hold]}) as client:
+        call = http_effect(client, "POST", provider.url, success={200}, receipt=receipt)
+        if reused:
+            assert call(REQUEST, dispatch()).receipt
+        held.append(dispatch(seconds=0.2))
+        with pytest.raises(NotSent) as refused:
+            call(REQUEST, held[0])
+        assert refused.value.reason == "deadline_before_dispatch" and len(provider.accepted) == reused
+        held.clear()
+        assert call(REQUEST, dispatch()).receipt and len(provider.accepted) == 1 + reused
+
+
+def test_a_paused_asynchronous_call_sends_nothing_either(provider: Provider) -> None:
+    late = dispatch(seconds=0.2)
+
+    async def hold(_request: httpx.Request) -> None:
+        wait_for(lambda: late.seconds_left() == 0, 10, "the deadline to pass")
+
+    async def one() -> None:
+        async with httpx.AsyncClient(trust_env=False, event_hooks={"request": [hold]}) as client:
+            await http_effect(client, "POST", provider.url, success={200}, receipt=receipt)(REQUEST, late)
+
+    with pytest.raises(NotSent) as refused:
+        asyncio.run(one())
+    assert refused.value.reason == "deadline_before_dispatch" and provider.accepted == []
+
+
 def test_the_key_is_stable_over_begins_for_a_keyed_effect_only(send: Send, provider: Provider) -> None:
     for kind in ("keyed", "keyed", "lookup", "lookup", "opaque"):
         send(provider.url, dispatch(kind))

@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
+from psycopg.sql import SQL, Identifier
 
-from fencepost.jobs import effects, machine
+from fencepost.jobs import authority, effects, machine
 from fencepost.jobs import states as on
 from fencepost.jobs.cancel import cancel, requeue
 from fencepost.jobs.claim import JobClassPolicy, claim, register_class
 from fencepost.jobs.fail import fail, release
 from fencepost.jobs.fence import Fence, complete, fence
 from fencepost.jobs.reconcile import reconcile
+from fencepost.jobs.recovery import recover
 from fencepost.jobs.renew import renew
-from fencepost.jobs.states import Effect, Grant, Guard, Job, JobClass, State
+from fencepost.jobs.signals import signal
+from fencepost.jobs.states import Authority, Effect, Grant, Guard, Job, JobClass, State, Witness
 from fencepost.jobs.submit import submit
+from fencepost.jobs.wait import wait
 from fencepost.schemas import arming
 from fencepost.schemas.errors import FencepostError
 from fencepost.schemas.identity import Attempt, Epoch, Generation, Owner, as_class
+from fencepost.schemas.witness import FileWitness, intend
 from support.database import Database
 from support.jobs import Conn, age_effect, expire
 
@@ -35,14 +41,23 @@ POLICIES: tuple[on.Policy, ...] = ("strict", "strict", "resumable")
 KINDS: tuple[on.Kind, ...] = ("opaque", "opaque", "keyed")
 VERDICTS: tuple[on.Verdict, ...] = ("applied", "not_applied", "not_applied")
 OUTCOMES: tuple[on.Outcome, ...] = ("success", "success", "failed_before_dispatch", "unknown")
-CODES = ("001", "010", "020", "021", "030", "031", "032", "033", "034", "035", "036")
+CODES = ("001", "002", "010", "020", "021", "030", "031", "032", "033", "034", "035", "036")
 BY: dict[str, Any] = {"actor": "ann", "reason": "looked"}
+WHO = authority.By("ann", "why")
 
 LOOK = """SELECT j.exec, j.mode, j.generation, j.attempts, j.finishes, j.attempt, j.owner, j.epoch, j.open_effects, j.applied_effects,
+    j.suspect, fencepost._epoch(j.tenant), fencepost._frozen(j.tenant), fencepost.armed(),
     e.effect_key, e.state, e.effect_attempt, e.begun_by, e.quiescent_at <= clock_timestamp(), e.contradicted, e.begins, e.version
 FROM fencepost.job AS j LEFT JOIN fencepost.effect AS e ON e.tenant = j.tenant WHERE j.tenant = %(tenant)s"""
-TENANT = """INSERT INTO fencepost.tenant (tenant, epoch, frozen) VALUES (%(tenant)s, %(epoch)s, %(frozen)s)
-ON CONFLICT (tenant) DO UPDATE SET epoch = %(epoch)s, frozen = %(frozen)s"""
+# The sequences share a database: each begins as if nothing had been done to anybody's authority.
+LEVEL = (
+    """UPDATE fencepost.installation SET floor = epoch_counter, frozen = false, recovered_at = NULL RETURNING floor"""
+)
+# A backup of one tenant, and what is everybody's of authority.
+OF_TENANT = ("job", "attempt", "effect", "effect_event", "agenda", "tenant")
+OF_ALL = ("installation", "tip")
+COLUMNS = """SELECT array_agg(a.attname::text ORDER BY a.attnum) FROM pg_attribute AS a
+WHERE a.attrelid = ('fencepost.' || %(table)s)::regclass AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''"""
 
 
 @dataclass
@@ -62,6 +77,8 @@ class Pair:
     fences: dict[int, Fence] = field(default_factory=dict[int, Fence])
     begun: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (key, effect attempt)
     uuids: dict[int, UUID] = field(default_factory=dict[int, UUID])
+    backup: State | None = None
+    ruled: bool = False  # its authority changes
 
     def number(self) -> int:
         self.numbers += 1
@@ -87,7 +104,7 @@ class Pair:
         except Exception as error:
             raise AssertionError(self.story(f"PostgreSQL: {error!r}")) from error
         expected = actions[0] if actions and isinstance(actions[0], on.Refused | on.Told) else None
-        self.seen.add(f"{type(event).__name__} {getattr(expected, 'code', '')}")
+        self.seen.add(f"{type(event).__name__} {getattr(expected, 'code', getattr(expected, 'answer', ''))}")
         assert answer == expected, self.story(f"PostgreSQL {answer}, machine {expected}")
         self.compare()
 
@@ -103,12 +120,13 @@ class Pair:
         # A receipt against the decision of a job that is done opens its effect again; the job stays done and counts none.
         still_open = 0 if job.exec == "done" else s.open_effects
         part = (job.exec, mode, job.generation, job.attempts, job.finishes, job.attempt, job.owner, job.epoch)
+        around = (job.suspect, s.authority.epoch, s.authority.frozen, s.authority.armed)
         keys = {
             f"e{key + 1}": (e.state, e.effect_attempt, e.begun_by, e.quiescent, e.contradicted, e.begins, e.version)
             for key, e in enumerate(s.effects)
             if e.state != "none"
         }
-        return (*part, still_open, s.applied_effects, keys)
+        return (*part, still_open, s.applied_effects, *around, keys)
 
     def read(self) -> tuple[object, ...]:
         names = {fence.attempt: number for number, fence in self.fences.items()} | {
@@ -116,9 +134,10 @@ class Pair:
         }
         rows = self.conn.execute(LOOK, {"tenant": self.name}).fetchall()
         exec_, mode, generation, attempts, finishes, attempt, owner, epoch, still_open, applied = rows[0][:10]
+        around = rows[0][10:14]
         keys = {
             key: (state, names.get(effect_attempt), names.get(begun_by), *rest)
-            for key, state, effect_attempt, begun_by, *rest in (row[10:] for row in rows)
+            for key, state, effect_attempt, begun_by, *rest in (row[14:] for row in rows)
             if key is not None
         }
         shown = mode if exec_ == "running" else None
@@ -133,6 +152,7 @@ class Pair:
             epoch,
             still_open,
             applied,
+            *around,
             keys,
         )
 
@@ -162,7 +182,7 @@ class Pair:
     def poll(self) -> None:
         """Claim takes back what has expired first, then what it finds."""
         number, owner = self.number(), self.rng.choice(("a", "a", "b"))
-        events: list[on.Event] = [on.Reap(), *(on.Deadline(key) for key in range(len(self.state.effects)))]
+        events: list[on.Event] = [on.Reap(), *(on.Deadline(key) for key in range(len(self.state.effects))), on.Wake()]
         for event in events:
             self.log.append(repr(event))
             self.step(event)
@@ -188,7 +208,9 @@ class Pair:
         if chosen is None:
             return
         grant, held = chosen
-        match self.rng.choices(("renew", "begin", "publish", "fail", "final", "give back"), (2, 12, 2, 3, 1, 1))[0]:
+        match self.rng.choices(
+            ("renew", "begin", "publish", "fail", "final", "give back", "wait"), (2, 12, 2, 3, 1, 1, 2)
+        )[0]:
             case "renew":
                 self.both(on.Renew(grant), lambda: renew(self.conn, held))
             case "begin":
@@ -199,8 +221,14 @@ class Pair:
                 self.both(on.Fail(grant), lambda: fail(self.conn, held, "handler_raised"))
             case "final":
                 self.both(on.Fail(grant, final=True), lambda: fail(self.conn, held, "handler_raised", final=True))
+            case "wait":
+                self.both(on.Wait(grant), lambda: self.wait(held))
             case _:
                 self.both(on.GiveBack(grant), lambda: release(self.conn, held))
+
+    def wait(self, held: Fence) -> str:
+        answer = wait(self.conn, held, signal="go")
+        return answer if isinstance(answer, str) else "signalled"
 
     def begin(self, grant: Grant, held: Fence) -> None:
         key, number = self.rng.choices(range(len(self.state.effects)), (2, 1))[0], self.number()
@@ -235,7 +263,9 @@ class Pair:
         )
 
     def decide(self) -> None:
-        unknown = [key for key, effect in enumerate(self.state.effects) if effect.state == "unknown"]
+        suspect = self.state.job is not None and self.state.job.suspect
+        doubtful = ("unknown", "none") if suspect else ("unknown",)
+        unknown = [key for key, effect in enumerate(self.state.effects) if effect.state in doubtful]
         key = self.rng.choice(unknown if unknown and self.rng.random() < 0.9 else range(len(self.state.effects)))
         version = self.state.effects[key].version - (self.rng.random() < 0.1)
         verdict = self.rng.choice(VERDICTS)
@@ -252,6 +282,7 @@ class Pair:
                 evidence_kind="termination_attested" if attested else "provider_statement",
                 evidence_ref="provider/1",
                 receipt="r-2" if verdict == "applied" else None,
+                kind=self.state.effects[key].kind,
                 **BY,
             ),
         )
@@ -261,11 +292,17 @@ class Pair:
         assert job is not None
         if chance < 0.3 or job.exec in ("poison", "cancelled"):
             self.both(on.Retry(), lambda: requeue(self.conn, self.name, self.name, self.name, **BY))
-        elif chance < 0.7:
+        elif chance < 0.5 or job.exec == "waiting":
+            self.both(on.Signal(), self.signal)
+        elif chance < 0.75:
             self.both(on.Cancel(), lambda: cancel(self.conn, self.name, self.name, self.name, **BY))
         else:
             meaning = self.rng.choice((1, 2))
             self.both(on.Submit(meaning), lambda: self.submit(meaning))
+
+    def signal(self) -> str:
+        with self.conn.transaction():
+            return signal(self.conn, tenant=self.name, operation=self.name, job_class=self.name, name="go")
 
     def submit(self, meaning: int) -> str:
         with self.conn.transaction():
@@ -273,10 +310,10 @@ class Pair:
         return "new" if new else "same"
 
     def passing(self) -> None:
-        """What time, operators of part five and the outside do; there is nothing to refuse."""
-        job, conn, authority = self.state.job, self.conn, self.state.authority
+        """What time and a restart do; there is nothing to refuse."""
+        job, conn = self.state.job, self.conn
         assert job is not None
-        what = self.rng.choices(("lease", "calls", "freeze", "epoch", "arm"), (16, 12, 2, 1, 2))[0]
+        what = self.rng.choices(("lease", "calls", "restart"), (16, 12, 2))[0]
         self.log.append(what)
         match what:
             case "lease":
@@ -285,23 +322,108 @@ class Pair:
                     self.step(on.LeaseEnds())
             case "calls":
                 age_effect(conn, self.name)
+                conn.execute(
+                    "UPDATE fencepost.job SET quiescent_at = clock_timestamp() - interval '1 ms'"
+                    " WHERE tenant = %(tenant)s AND suspect",
+                    {"tenant": self.name},
+                )
                 for key in range(len(self.state.effects)):
                     self.step(on.Quiesces(key))
-            case "arm":
+            case _:
                 conn.execute("DELETE FROM fencepost.ticket")
                 self.step(on.Restart())
-            case _:
-                frozen = what == "epoch" or not authority.frozen
-                authority = replace(authority, epoch=authority.epoch + (what == "epoch"), frozen=frozen)
-                witness = replace(self.state.witness, epoch=authority.epoch)
-                self.state = replace(self.state, authority=authority, witness=witness)
-                conn.execute(TENANT, {"tenant": self.name, "epoch": authority.epoch, "frozen": frozen})
         self.compare()
+
+    def admin(self) -> None:
+        """What an authority admin does, and what befalls the database."""
+        conn, dsn, outside = self.conn, self.database.dsn, self.database.state
+        kinds = ("freeze", "thaw", "release", "rotate", "lost", "backup", "restore", "recover")
+        match self.rng.choices(kinds, (2, 5, 6, 2, 1, 2, 2, 2))[0]:
+            case "freeze":
+                if self.state.authority.armed:
+                    authority.freeze(conn, WHO, tenant=self.name)
+                    self.state = replace(self.state, authority=replace(self.state.authority, frozen=True))
+                    self.compare()
+            case "thaw":
+                self.both(on.Thaw(), self.thaw)
+            case "release":
+                self.both(on.Release(), self.release)
+            case "rotate":
+                if self.rng.random() < 0.8:
+                    self.arm()
+                self.both(on.Rotate(), lambda: self.rotate(lost=False))
+            case "lost":
+                self.arm()
+                if self.state.authority.armed:
+                    self.both(on.Rotate(commits=False), lambda: self.rotate(lost=True))
+            case "backup":
+                if self.state.authority.armed:
+                    self.keep()
+            case "restore":
+                if self.backup is not None:
+                    self.log.append("restore")
+                    self.bring_back()
+                    self.step(on.Restore(self.backup))
+                    self.compare()
+            case _:
+                self.both(on.Recover(), lambda: "armed" if recover(dsn, outside, WHO, numbers=0).already else None)
+
+    def thaw(self) -> None:
+        """The machine knows one freeze: a tenant's own and everybody's go together."""
+        with self.conn.transaction():
+            authority.thaw(self.conn, WHO, tenant=self.name)
+            authority.thaw(self.conn, WHO)
+
+    def release(self) -> str | None:
+        named: dict[str, Any] = {"tenant": self.name, "job_class": self.name, "operation": self.name}
+        return None if authority.release(self.conn, WHO, **named).released else "nothing"
+
+    def rotate(self, *, lost: bool) -> str | None:
+        if not lost:
+            if not self.state.authority.armed:
+                # The machine has said so already; a refused rotation arms again where a keeper would.
+                authority.freeze(self.conn, WHO, tenant=self.name)
+            authority.rotate(self.database.dsn, self.database.state, WHO, tenant=self.name)
+            return None
+        witness = FileWitness(self.database.state)
+        with witness.held():
+            record = arming.settled(witness.read(), arming.read_tip(self.conn))
+            self.conn.execute(authority.DISARM)
+            intend(witness, record, record.head.rotating(self.name))
+        return "lost"
+
+    def keep(self) -> None:
+        """A backup of everything that is this tenant's; the witness goes on."""
+        self.log.append("backup")
+        self.conn.execute("CREATE SCHEMA IF NOT EXISTS kept")
+        for table in (*OF_TENANT, *OF_ALL):
+            names = {"kept": Identifier("kept", table), "table": Identifier("fencepost", table)}
+            self.conn.execute(SQL("DROP TABLE IF EXISTS {kept}").format(**names))
+            where = SQL("" if table in OF_ALL else " WHERE tenant = {}").format(self.name)
+            self.conn.execute(SQL("CREATE TABLE {kept} AS SELECT * FROM {table}").format(**names) + where)
+        arming.beat(self.conn, FileWitness(self.database.state))
+        self.backup = self.state
+
+    def bring_back(self) -> None:
+        with self.conn.transaction():
+            # History is append-only for everybody but a superuser who says so.
+            self.conn.execute("SET LOCAL session_replication_role = replica")
+            for table in (*OF_TENANT, *OF_ALL):
+                where = SQL("" if table in OF_ALL else " WHERE tenant = {}").format(self.name)
+                self.conn.execute(SQL("DELETE FROM {}").format(Identifier("fencepost", table)) + where)
+                row = self.conn.execute(COLUMNS, {"table": table}).fetchone()
+                assert row is not None
+                columns = SQL(", ").join(Identifier(name) for name in row[0])
+                self.conn.execute(
+                    SQL("INSERT INTO {} ({}) OVERRIDING SYSTEM VALUE SELECT {} FROM {}").format(
+                        Identifier("fencepost", table), columns, columns, Identifier("kept", table)
+                    )
+                )
+            self.conn.execute("DELETE FROM fencepost.ticket")
 
     def arm(self) -> None:
         if not self.state.authority.armed:
-            arming.ensure_armed(self.database.dsn, self.database.state)
-            self.step(on.Arm())
+            self.both(on.Arm(), lambda: arming.ensure_armed(self.database.dsn, self.database.state))
 
     def act(self) -> None:
         """One event of some kind."""
@@ -312,16 +434,21 @@ class Pair:
         if likely is not None and self.rng.random() < 0.4:
             likely()
         else:
-            kinds = (self.poll, self.by_grant, self.record, self.decide, self.people, self.passing)
-            self.rng.choices(kinds, (3, 5, 5, 3, 1, 4))[0]()
+            kinds = (self.poll, self.by_grant, self.record, self.decide, self.people, self.passing, self.admin)
+            self.rng.choices(kinds, (3, 5, 5, 3, 1, 4, 2 if self.ruled else 0))[0]()
 
 
 def drive(conn: Conn, database: Database, seed: int, seen: set[str], off: frozenset[Guard] = frozenset()) -> None:
     """One sequence; AssertionError with its story where the two differ."""
     rng = random.Random(seed)
     job_class = JobClass(rng.choice(POLICIES), rng.choice((1, 2, 3, 9)), rng.choice((1, 2, 9)))
-    start = State(job_class, Job(), (Effect(rng.choice(KINDS)), Effect(rng.choice(KINDS))))
-    pair = Pair(conn, database, rng, f"s{seed}", start, [f"seed {seed}, {job_class}"], seen, off)
+    row = conn.execute(LEVEL).fetchone()
+    assert row is not None
+    epoch = row[0]
+    here, outside = Authority(epoch), Witness(epoch)
+    keys = (Effect(rng.choice(KINDS)), Effect(rng.choice(KINDS)))
+    start = State(job_class, Job(epoch=epoch), keys, here, outside)
+    pair = Pair(conn, database, rng, f"s{seed}", start, [f"seed {seed}, {job_class}"], seen, off, ruled=seed % 3 == 0)
     policy = JobClassPolicy(
         name=as_class(pair.name),
         policy=job_class.policy,
@@ -333,10 +460,12 @@ def drive(conn: Conn, database: Database, seed: int, seen: set[str], off: frozen
     register_class(conn, policy)
     assert pair.submit(1) == "new"
     try:
-        for _ in range(STEPS):
+        for _ in range(STEPS * 2 if pair.ruled else STEPS):
             pair.act()
     finally:
-        pair.arm()
+        with suppress(FencepostError):
+            arming.ensure_armed(database.dsn, database.state)
+        recover(database.dsn, database.state, WHO, numbers=0)
 
 
 def test_postgresql_and_the_machine_say_and_become_the_same(database18: Database) -> None:
@@ -346,3 +475,4 @@ def test_postgresql_and_the_machine_say_and_become_the_same(database18: Database
             drive(conn, database18, seed, seen)
     # The sequences reach what they are there for: every refusal that this machine knows.
     assert {f"ZF{code}" for code in CODES} <= {kind.partition(" ")[2] for kind in seen}, sorted(seen)
+    assert {"Wait waiting", "Wait signalled", "Wait ZF030", "Signal recorded", "Signal too_late"} <= seen, sorted(seen)

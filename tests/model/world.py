@@ -252,7 +252,8 @@ class World:
             ends.append(("choice", "wait", WAIT, on.Wait(grant)))
         for kind, label, cost, event in ends:
             to, action, broken = self.ask(db, event)
-            if not isinstance(action, on.Refused):
+            # A wait for what has arrived already is none: the handler goes on.
+            if not isinstance(action, on.Refused) and action != on.Told("signalled"):
                 yield Move(kind, label, cost, to, IDLE, newest=0, broken=broken)
 
     def _of_call(self, db: int, held: Held) -> Iterator[Move]:

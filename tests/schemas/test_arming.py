@@ -22,7 +22,7 @@ from fencepost.schemas.errors import (
     WitnessMismatch,
     WrongTransaction,
 )
-from fencepost.schemas.witness import FileWitness, Mark
+from fencepost.schemas.witness import FileWitness, Mark, intend
 from stack.postgres import PostgresServer, Stop
 from support.database import Database
 
@@ -145,7 +145,7 @@ def test_a_turn_that_crashed_after_the_database_committed_is_found_again(databas
 
 def test_a_turn_that_crashed_before_the_database_committed_is_dropped(database: Database) -> None:
     witness = FileWitness(database.state)
-    witness.intend(witness.read(), witness.read().head.following())
+    intend(witness, witness.read(), witness.read().head.following())
 
     armed = arming.arm(database.dsn, database.state)
 
@@ -156,16 +156,7 @@ def test_arming_inside_a_subtransaction_is_refused(database: Database) -> None:
     witness = FileWitness(database.state)
     record = witness.read()
     mark = record.head.following()
-    arguments = {
-        "installation": record.installation,
-        "seq": record.head.seq,
-        "nonce": record.head.nonce,
-        "next_seq": mark.seq,
-        "next_nonce": mark.nonce,
-        "system_identifier": record.system_identifier,
-        "timeline": record.timeline,
-        "database_oid": record.database_oid,
-    }
+    arguments = arming.parameters(record, mark) | {"sealed": False, "unseal": False}
     with database.connect() as conn, pytest.raises(WrongTransaction) as caught, conn.transaction(), conn.transaction():
         conn.execute(arming.ARM, arguments)
     assert caught.value.field == "subtransaction"
@@ -212,7 +203,7 @@ def test_a_beat_that_the_server_commits_after_its_client_went_away_is_found_by_t
     witness = FileWitness(database.state)
     before = witness.read()
     mark = before.head.following()
-    witness.intend(before, mark)
+    intend(witness, before, mark)
     # The keeper that comes next sends the same mark again, so that it does not matter which of the two commits.
     with database.connect(autocommit=True) as conn:
         arming.beat(conn, witness)

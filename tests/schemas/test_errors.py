@@ -46,6 +46,7 @@ CODES = {
     "ZF041": "RoutesChanged",
     "ZF050": "UnknownJob",
     "ZF051": "UnknownClass",
+    "ZF061": "Restricted",
 }
 GROUPS = (Refused, Unresolved, NotDispatched, Damaged)
 CLASSES = [getattr(errors, name) for name in errors.__all__ if name not in {"Reason", "FencepostError", "FromDatabase"}]

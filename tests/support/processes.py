@@ -32,9 +32,16 @@ def wait_for(found: Callable[[], Value | None], within: float, what: str) -> Val
 class Child:
     """A Python child in its own process group; ended on exit, and with the test session at the latest."""
 
-    def __init__(self, arguments: Sequence[str], *, output: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        output: Path,
+        env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:
         self.output = output
-        self._arguments = [sys.executable, *arguments]
+        self._arguments = [python, *arguments]
         self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self._child: subprocess.Popen[bytes] | None = None
 

@@ -183,12 +183,12 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
         return reserve_in(tx, self.consumer, envelope, coordinates)
 
     def _once(self, transactions: Transactions, delivery: Delivery, arrived: Arrived) -> Handled:
-        with transactions.begin() as begun:
+        with transactions.begin(held=self.isolation is None) as begun:
             conn = begun.conn
             if self.isolation is not None:
                 conn.execute(ISOLATION[self.isolation])
             try:
-                reservation = reserve(conn, self.consumer, arrived, delivery, self.wait_seconds)
+                reservation = reserve(begun, self.consumer, arrived, delivery, self.wait_seconds)
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:
@@ -275,12 +275,12 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
         return await reserve_in_async(tx, self.consumer, envelope, coordinates)
 
     async def _once(self, transactions: AsyncTransactions, delivery: Delivery, arrived: Arrived) -> Handled:
-        async with transactions.begin() as begun:
+        async with transactions.begin(held=self.isolation is None) as begun:
             conn = begun.conn
             if self.isolation is not None:
                 await conn.execute(ISOLATION[self.isolation])
             try:
-                reservation = await reserve_async(conn, self.consumer, arrived, delivery, self.wait_seconds)
+                reservation = await reserve_async(begun, self.consumer, arrived, delivery, self.wait_seconds)
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:

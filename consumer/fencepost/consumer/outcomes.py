@@ -55,7 +55,7 @@ class Reservation:
     arrivals: int
     other_epoch: bool
     transaction: str
-    mark: str | None = None
+    mark: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, LiteralString
 
 from psycopg import AsyncConnection, Connection
+from psycopg.pq import Escaping
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
@@ -18,6 +19,7 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Reservation, Reserved
 from fencepost.consumer.reading import Arrived
 from fencepost.consumer.retries import settle, settle_async
+from fencepost.consumer.transactions import Begun
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
@@ -33,20 +35,12 @@ FROM fencepost.reserve(
 ) AS r
 """
 
-# Waits no longer than this for another copy, and leaves lock_timeout as it was. The name of the application is changed for
-# the transaction: the server reports the name when it goes back, so a client sees without asking that its transaction stands.
+# Bounds the wait, and marks the transaction.
 RESERVE_WITHIN: LiteralString = """
-SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text,
-       nullif(set_config('application_name', left(w.named, 50) || ' (inbox)', true), w.named),
-       set_config('lock_timeout', w.before, true)
-FROM (SELECT current_setting('application_name') AS named, current_setting('lock_timeout') AS before,
-             set_config('lock_timeout', %(wait)s, true) AS wait OFFSET 0) AS w,
-LATERAL fencepost.reserve(
-    CASE WHEN w.wait IS NOT NULL THEN %(tenant)s END, %(consumer)s, %(operation)s, %(type)s, %(version)s::integer,
-    %(event_id)s::uuid, %(source)s, %(epoch)s::bigint, %(binding)s, %(event_time)s::timestamptz, %(coordinates)s,
-    %(headers)s::jsonb, %(payload)s::bytea) AS r
-"""
-LOCK_TIMEOUT: LiteralString = "SELECT set_config('lock_timeout', %(wait)s, true)"
+SELECT fencepost.reserve(
+    %(tenant)s, %(consumer)s, %(operation)s, %(type)s, %(version)s, %(event_id)s, %(source)s, %(epoch)s, %(binding)s,
+    %(event_time)s, %(coordinates)s, %(headers)s, %(payload)s, %(wait_ms)s)::text, pg_current_xact_id()::text"""
+LOCK_TIMEOUT: LiteralString = "SELECT set_config('lock_timeout', %(wait_ms)s, true)"
 LOCK_TIMEOUT_AS_BEFORE: LiteralString = "SET LOCAL lock_timeout TO DEFAULT"
 
 # Nothing is recorded: what would have to be kept was not given, for hardly any delivery needs it.
@@ -83,18 +77,22 @@ async def reserve_in_async(tx: AsyncTransaction, consumer: str, envelope: Envelo
 
 
 def reserve(
-    conn: Connection[Any], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float
+    begun: Begun[Connection[Any]], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float
 ) -> Reservation:
     """As `reserve_in`, for a delivery that was read, in a transaction of the inbox's own; settles its dead letter.
 
     Waits ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was.
     """
-    values = _waiting(consumer, arrived, delivery, wait_seconds)
+    conn, values = begun.conn, _waiting(consumer, arrived, delivery, wait_seconds)
+    named = conn.pgconn.parameter_status(b"application_name")
     with conn.cursor(row_factory=tuple_row) as cursor:
-        row = cursor.execute(RESERVE_WITHIN, values).fetchone()
-        if _needs_content(row):
+        cursor.execute(begun.opening + _in_words(conn, values), prepare=False)
+        while cursor.nextset():
+            pass
+        row = cursor.fetchone()
+        if _is_alone(row):
             row = cursor.execute(RESERVE_WITHIN, values | _content(arrived.envelope, delivery)).fetchone()
-    reservation = _reservation(row)
+    reservation = _told(row, named, conn)
     if delivery.dead_letter is not None:
         conn.execute(LOCK_TIMEOUT, values)
         settle(conn, consumer, delivery.dead_letter, gone=reservation.outcome in _DONE)
@@ -103,16 +101,20 @@ def reserve(
 
 
 async def reserve_async(
-    conn: AsyncConnection[Any], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float
+    begun: Begun[AsyncConnection[Any]], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float
 ) -> Reservation:
     """As `reserve`, for asyncio."""
-    values = _waiting(consumer, arrived, delivery, wait_seconds)
+    conn, values = begun.conn, _waiting(consumer, arrived, delivery, wait_seconds)
+    named = conn.pgconn.parameter_status(b"application_name")
     async with conn.cursor(row_factory=tuple_row) as cursor:
-        row = await (await cursor.execute(RESERVE_WITHIN, values)).fetchone()
-        if _needs_content(row):
+        await cursor.execute(begun.opening + _in_words(conn, values), prepare=False)
+        while cursor.nextset():
+            pass
+        row = await cursor.fetchone()
+        if _is_alone(row):
             content = _content(arrived.envelope, delivery)
             row = await (await cursor.execute(RESERVE_WITHIN, values | content)).fetchone()
-    reservation = _reservation(row)
+    reservation = _told(row, named, conn)
     if delivery.dead_letter is not None:
         await conn.execute(LOCK_TIMEOUT, values)
         await settle_async(conn, consumer, delivery.dead_letter, gone=reservation.outcome in _DONE)
@@ -125,7 +127,7 @@ def stands(conn: Connection[Any] | AsyncConnection[Any], reservation: Reservatio
 
     Invariant: the mark goes with its transaction, and the server reports that before anything else is answered.
     """
-    return reservation.mark is not None and conn.info.parameter_status("application_name") == reservation.mark
+    return reservation.mark is not None and conn.pgconn.parameter_status(b"application_name") == reservation.mark
 
 
 def _values(consumer: str, envelope: Envelope, binding: str, coordinates: str) -> dict[str, object]:
@@ -151,8 +153,17 @@ def _values(consumer: str, envelope: Envelope, binding: str, coordinates: str) -
 
 def _waiting(consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float) -> dict[str, object]:
     values = _values(consumer, arrived.envelope, arrived.binding, delivery.coordinates)
-    values["wait"] = f"{round(wait_seconds * 1000)}ms"
+    values["wait_ms"] = str(round(wait_seconds * 1000))
     return values
+
+
+def _in_words(conn: Connection[Any] | AsyncConnection[Any], values: dict[str, Any]) -> bytes:
+    """RESERVE_WITHIN with its values as literals, so that it can share a round trip with what begins the transaction."""
+    literal, encoding = Escaping(conn.pgconn).escape_literal, conn.info.encoding
+    return RESERVE_WITHIN.encode() % {
+        name.encode(): b"NULL" if value is None else bytes(literal(value.encode(encoding)))
+        for name, value in values.items()
+    }
 
 
 def _attributes(envelope: Envelope) -> dict[str, object]:
@@ -172,6 +183,20 @@ def _needs_content(row: tuple[Any, ...] | None) -> bool:
     return row is not None and row[0] == _ALONE
 
 
+def _is_alone(row: tuple[Any, ...] | None) -> bool:
+    return row is not None and row[0].startswith(f"({_ALONE},")
+
+
+def _told(
+    row: tuple[Any, ...] | None, named: bytes | None, conn: Connection[Any] | AsyncConnection[Any]
+) -> Reservation:
+    assert row is not None
+    outcome, arrivals, other_epoch = row[0][1:-1].split(",")
+    mark = conn.pgconn.parameter_status(b"application_name")
+    # A name that is the mark already, or is not reported, tells nothing.
+    return Reservation(Reserved(outcome), int(arrivals), other_epoch == "t", row[1], None if mark == named else mark)
+
+
 def _reservation(row: tuple[Any, ...] | None) -> Reservation:
     assert row is not None
-    return Reservation(Reserved(row[0]), row[1], row[2], row[3], row[4] if len(row) > 4 else None)
+    return Reservation(Reserved(row[0]), row[1], row[2], row[3])

@@ -19,8 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from fencepost.jobs.fence import Fence
 from fencepost.schemas import content
-from fencepost.schemas.errors import InvalidInput
-from fencepost.schemas.identity import Attempt, Epoch, Generation, JobClass, OperationId, Owner, Tenant, as_class
+from fencepost.schemas.errors import InvalidArgs, Undecodable
+from fencepost.schemas.event import Event
+from fencepost.schemas.identity import JobClass, OperationId, Tenant, as_class
 
 __all__ = ["CLAIM", "MARKS", "REGISTER", "Job", "JobClassPolicy", "Mode", "Policy", "claim", "marks", "register_class"]
 
@@ -96,12 +97,28 @@ class Job:
         return content.decode(self.args)
 
     def parse(self, model: type[M]) -> M:
-        """The args as a model, or InvalidInput naming the first field that does not fit, never its value."""
+        """The args as a model or an event, or InvalidArgs naming the first field that does not fit, never its value."""
         try:
+            if issubclass(model, Event):
+                return model.parse(_Accepted(self, model))
             return model.model_validate_json(self.args)
+        except Undecodable as error:
+            where = error.field or "content"
         except ValidationError as error:
             where = content.shown_path(error.errors(include_input=False)[0]["loc"])
-            raise InvalidInput(f"args do not fit {model.__name__} at {where}", field=f"args.{where}") from None
+        raise InvalidArgs(f"args do not fit {model.__name__} at {where}", field=f"args.{where}") from None
+
+
+class _Accepted:
+    """The event whose content a job carries, as far as it is known to it."""
+
+    def __init__(self, job: Job, model: type[Event]) -> None:
+        self.id = job.source_event or UUID(int=0)
+        self.type = model.event_type
+        self.version = model.event_version
+        self.tenant = str(job.tenant)
+        self.operation = self.ordering_key = str(job.operation)
+        self.payload = job.args
 
 
 def register_class(conn: Connection[Any], policy: JobClassPolicy) -> None:
@@ -150,22 +167,7 @@ def marks(conn: Connection[Any], classes: Sequence[str], hint: str | None = None
 
 def _job(row: tuple[Any, ...], started: float) -> Job:
     tenant, operation, job_class, generation, attempt, owner, epoch, mode, attempts, most, args, event, lease_ms = row
-    lease = float(lease_ms) / 1000
-    return Job(
-        fence=Fence(
-            tenant=Tenant(tenant),
-            operation=OperationId(operation),
-            job_class=JobClass(job_class),
-            generation=Generation(generation),
-            attempt=Attempt(attempt),
-            owner=Owner(owner),
-            epoch=Epoch(epoch),
-        ),
-        mode=cast(Mode, mode),
-        attempts=attempts,
-        max_attempts=most,
-        args=bytes(args),
-        source_event=event,
-        lease=lease,
-        deadline=started + lease,
-    )
+    # What PostgreSQL gave is what it holds: nothing is converted, for this runs for every claim.
+    lease = lease_ms / 1000
+    fence = Fence(tenant, operation, job_class, generation, attempt, owner, epoch)
+    return Job(fence, mode, attempts, most, args, event, lease, started + lease)

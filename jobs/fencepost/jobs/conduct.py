@@ -155,7 +155,7 @@ class Conduct:
         if began.dispatch.seconds_left() == 0:
             late = "the deadline passed before the dispatch"
             return self.raised(began, NotDispatched(late, field="timeout"), "deadline_before_dispatch")
-        if self._execution.lost.is_set():
+        if self._execution.is_lost:
             lost = "the lease was lost before the dispatch"
             return self.raised(began, NotDispatched(lost, field="lease"), "lease_lost_before_dispatch")
         return None

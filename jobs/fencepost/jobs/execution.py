@@ -9,12 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fencepost.jobs.claim import Job, JobClassPolicy
 from fencepost.jobs.journal import Journal
-from fencepost.schemas.errors import LeaseLost, WrongTransaction
+from fencepost.jobs.result import keepable
+from fencepost.schemas.errors import InvalidInput, LeaseLost, WrongTransaction
 
-__all__ = ["Execution", "Poison", "Retry"]
+if TYPE_CHECKING:
+    from fencepost.jobs.retrying import RetryPolicy
+
+__all__ = ["Execution", "Poison", "Retry", "Waiting"]
 
 
 class Retry(Exception):
@@ -34,15 +39,40 @@ class Poison(Exception):
         self.reason = reason
 
 
+class Waiting(Exception):
+    """Leaves a handler whose job waits: let it out. The attempt has ended, and nothing that this run still does counts."""
+
+
 class Execution:
     """The state that the handler's thread, the renewal and the worker share; every member is safe between threads."""
 
-    def __init__(self, job: Job, policy: JobClassPolicy, journal: Journal | None = None) -> None:
+    __slots__ = (
+        "_deadline",
+        "_lock",
+        "_lost",
+        "_lost_event",
+        "_on_lost",
+        "_published",
+        "_settled",
+        "_why",
+        "_writing",
+        "job",
+        "journal",
+        "policy",
+        "result",
+        "retry",
+    )
+
+    def __init__(
+        self, job: Job, policy: JobClassPolicy, journal: Journal | None = None, retry: RetryPolicy | None = None
+    ) -> None:
         self.job = job
         self.policy = policy
         self.journal = journal
-        self.lost = threading.Event()
-        """Set once this attempt has no authority left, or the worker gave the claim back."""
+        self.retry = retry
+        self._lost = False
+        # Made when somebody asks for it: most handlers never do, and it costs more than all the rest of this object.
+        self._lost_event: threading.Event | None = None
         self._lock = threading.Lock()
         self._deadline = job.deadline
         self._why = ""
@@ -50,6 +80,23 @@ class Execution:
         self._published = False
         self._settled = False
         self._writing = 0
+        self.result: bytes | None = None
+        """What the handler returned, to be kept with the completion."""
+
+    @property
+    def is_lost(self) -> bool:
+        """This attempt has no authority left, or the worker gave the claim back."""
+        return self._lost
+
+    @property
+    def lost(self) -> threading.Event:
+        """Set once ``is_lost``."""
+        with self._lock:
+            if self._lost_event is None:
+                self._lost_event = threading.Event()
+                if self._lost:
+                    self._lost_event.set()
+            return self._lost_event
 
     @property
     def published(self) -> bool:
@@ -72,7 +119,7 @@ class Execution:
 
     def left(self) -> float:
         """Seconds for which the lease certainly holds, at least 0."""
-        return 0.0 if self.lost.is_set() else max(0.0, self._deadline - time.monotonic())
+        return 0.0 if self._lost else max(0.0, self._deadline - time.monotonic())
 
     def extend(self, deadline: float) -> None:
         """The lease was extended; ``deadline`` is counted from before the round trip that did it."""
@@ -85,7 +132,7 @@ class Execution:
 
     def check(self) -> None:
         """Raises LeaseLost when the lease was lost or may be over."""
-        if self.lost.is_set() or self.expired():
+        if self._lost or self.expired():
             raise LeaseLost(
                 "the lease of this attempt is over",
                 field=self._why or "lease",
@@ -96,31 +143,53 @@ class Execution:
         """Calls ``told`` when the lease is lost, or now if it was already."""
         with self._lock:
             self._on_lost = told
-            late = self.lost.is_set()
+            late = self._lost
         if late:
             told()
 
     def lose(self, why: str) -> bool:
         """Tells the handler; True when it is news."""
         with self._lock:
-            if self.lost.is_set() or self._published or self._settled:
+            if self._lost or self._published or self._settled:
                 return False
             self._why = why
-            self.lost.set()
+            self._mark_lost()
             told = self._on_lost
         if told is not None:
             told()
         return True
 
+    def _mark_lost(self) -> None:
+        self._lost = True
+        if self._lost_event is not None:
+            self._lost_event.set()
+
     def abandon(self) -> None:
         """The claim was given back: the handler is told, whatever it still does has no authority."""
         with self._lock:
-            news = not self.lost.is_set()
+            news = not self._lost
             self._why = self._why or "released"
-            self.lost.set()
+            self._mark_lost()
             told = self._on_lost if news else None
         if told is not None:
             told()
+
+    def leave(self) -> None:
+        """The attempt has ended by the handler's own wish: there is nothing to tell it, and no outcome to write."""
+        with self._lock:
+            self._settled = True
+            self._why = self._why or "waiting"
+            self.lost.set()
+
+    def keep(self, value: object) -> InvalidInput | None:
+        """Keeps what the handler returned for its completion; why it cannot be kept, if so. None is nothing."""
+        if value is None or self._published:
+            return None
+        try:
+            self.result = keepable(value)
+        except InvalidInput as error:
+            return error
+        return None
 
     def settle(self) -> bool:
         """Claims the right to write the outcome; True for the first that asks."""

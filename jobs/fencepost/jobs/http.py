@@ -206,7 +206,12 @@ class _UnderWay:
         """What the transport tells: from the first byte of a request on, nothing is certain but a receipt."""
         if name.endswith(".send_request_headers.started"):
             # A tunnel that a proxy is asked for is not the request.
-            self.begun = self.begun or getattr(info.get("request"), "method", b"") != b"CONNECT"
+            if self.begun or getattr(info.get("request"), "method", b"") == b"CONNECT":
+                return
+            if self.dispatch.seconds_left() == 0:
+                # A process that was paused on the way here must not send what others may have settled by now.
+                raise NotSent("deadline_before_dispatch")
+            self.begun = True
 
     def judge(self, answer: httpx.Response) -> None:
         """Raises Unclear for every status that was not called a success."""

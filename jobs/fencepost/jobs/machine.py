@@ -184,10 +184,15 @@ def _step(s: State, event: Event, off: Off) -> Step:
             job = _fence(s, grant, off)
             if s.open_effects:
                 _refuse("ZF030", "effect")
-            return replace(s, job=_uncharged(_gone(job, "waiting"))), ()
+            if job.signalled:
+                return s, (on.Told("signalled"),)
+            return replace(s, job=_uncharged(_gone(job, "waiting"))), (on.Told("waiting"),)
         case on.Signal():
-            heard = s.job is not None and (Guard.SIGNAL_KEPT not in off or s.job.exec == "waiting")
-            return (replace(s, job=replace(s.job, signalled=True)) if s.job and heard else s), ()
+            job = _job(s)
+            if job.exec == "done":
+                return s, (on.Told("too_late"),)
+            heard = Guard.SIGNAL_KEPT not in off or job.exec == "waiting"
+            return (replace(s, job=replace(job, signalled=True)) if heard else s), (on.Told("recorded"),)
         case on.Cancel():
             return _cancel(s, off)
         case on.LeaseEnds():
@@ -210,7 +215,7 @@ def _step(s: State, event: Event, off: Off) -> Step:
             _armed(s, off)
             if s.job is None or s.job.exec != "waiting" or not s.job.signalled:
                 return s, (on.Told("nothing"),)
-            return replace(s, job=replace(s.job, exec="queued", signalled=False)), (on.Told("queued"),)
+            return replace(s, job=replace(s.job, exec="queued")), (on.Told("queued"),)
         case on.Escalate(key):
             effect = s.effects[key]
             if effect.state != "unknown":
@@ -426,7 +431,7 @@ def _authority(
                 _refuse("ZF030", "effect")
             if job.exec not in ("held", "queued", "waiting") or job.epoch == a.epoch and job.exec != "held":
                 return s, (on.Told("nothing"),)
-            become: Exec = "queued" if job.exec == "held" else job.exec
+            become: Exec = _due(s, job) if job.exec == "held" else job.exec
             return replace(s, job=replace(job, exec=become, epoch=a.epoch)), ()
         case on.Arm() | on.Rotate() | on.Recover():
             if isinstance(event, on.Rotate):
@@ -472,7 +477,9 @@ def _recover(s: State, off: Off) -> Step:
         if e.state in doubtful and (Guard.RECOVER_SUSPECTS not in off or e.state == "pending"):
             e = replace(e, state="unknown", version=e.version + 1)
         if Guard.RECOVER_FORGETS not in off:
-            e = replace(e, effect_attempt=None)
+            # Forgotten, not unheard of: a receipt of it is late evidence.
+            earlier = e.earlier if e.effect_attempt is None else (*e.earlier, e.effect_attempt)
+            e = replace(e, effect_attempt=None, earlier=earlier)
         return replace(e, quiescent=e.quiescent and Guard.RECOVER_QUIET in off)
 
     if s.job is None or s.job.exec != "done":

@@ -22,9 +22,11 @@ from fencepost.jobs.fail import Became, fail, release
 from fencepost.jobs.fence import complete, complete_many
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.publish import published
+from fencepost.jobs.result import complete_with
 from fencepost.schemas.errors import (
     EffectOpen,
     EffectUnknown,
+    InvalidArgs,
     InvalidInput,
     LeaseLost,
     NotDispatched,
@@ -112,31 +114,45 @@ def outcome(conn: Connection[Any], execution: Execution, error: BaseException | 
         match error:
             case None:
                 try:
-                    complete(conn, f)
+                    complete(conn, f) if execution.result is None else complete_with(conn, f, execution.result)
                 except EffectOpen:
                     _failed(conn, execution, "effect_open", "")
             case StaleFence() | LeaseLost():
                 log.warning("%s: refused as no longer current (%s)", job.job_class, error.field)
-                if not execution.lost.is_set():
+                if not execution.is_lost:
                     # Refused for another reason than this claim's own fence: the claim may still hold.
                     _failed(conn, execution, "stale_fence", "")
-            case asyncio.CancelledError() if execution.lost.is_set():
+            case asyncio.CancelledError() if execution.is_lost:
                 return
+            case Retry() if error.after is not None:
+                _failed(conn, execution, _code(error.reason, "retry"), "", delay=timedelta(seconds=error.after))
             case Retry():
-                delay = None if error.after is None else timedelta(seconds=error.after)
-                _failed(conn, execution, _code(error.reason, "retry"), "", delay=delay)
+                _tried(conn, execution, error, _code(error.reason, "retry"), "")
             case Poison():
                 _failed(conn, execution, _code(error.reason, "poison"), "", final=True)
+            case InvalidArgs():
+                _failed(conn, execution, "invalid_args", error.field or "", final=True)
             case EffectUnknown() | EffectOpen():
                 _failed(conn, execution, "effect_unknown", "")
             case NotDispatched():
-                _failed(conn, execution, "not_dispatched", type(error).__name__)
+                _tried(conn, execution, error, "not_dispatched", type(error).__name__)
             case _:
-                _failed(conn, execution, "handler_raised", type(error).__name__)
+                _tried(conn, execution, error, "handler_raised", type(error).__name__)
     except StaleFence as stale:
         # The job left this attempt meanwhile: blocked by its own effect, cancelled, reaped, or done by a lost commit.
         if not published(conn, f):
             log.info("%s: the outcome came too late (%s)", job.job_class, stale.field)
+
+
+def _tried(conn: Connection[Any], execution: Execution, error: BaseException, reason: str, detail: str) -> None:
+    """As the class's retry policy says, where there is one."""
+    if execution.retry is None:
+        _failed(conn, execution, reason, detail)
+        return
+    said = execution.retry.verdict(execution.job, execution.policy, error, asked=isinstance(error, Retry))
+    # What made it final stays told: the reason is the policy's, the detail what happened.
+    detail = detail if said.reason is None else detail or reason
+    _failed(conn, execution, said.reason or reason, detail, delay=said.delay, final=said.final)
 
 
 def _failed(

@@ -19,6 +19,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from fencepost.jobs.fence import Fence, complete, fence
+from fencepost.jobs.result import complete_with
 from fencepost.jobs.transaction import FencedTransaction
 from fencepost.schemas.connect import ANSWER_SECONDS, address, connect
 from fencepost.schemas.errors import (
@@ -53,6 +54,7 @@ def publish(
     callback: Callable[[FencedTransaction], T],
     *,
     lease: float | None = None,
+    result: bytes | None = None,
 ) -> T:
     """Commits what the callback wrote and completes the job, or does neither; returns what the callback returned.
 
@@ -62,7 +64,7 @@ def publish(
 
     ``lease``: seconds that are left of it. A second after its end PostgreSQL breaks off a statement that still runs, and
     ends the session of a callback that does nothing: LeaseLost, nothing was published, and the job is free for its
-    successor. Without it only the session's own limits hold.
+    successor. Without it only the session's own limits hold. ``result`` is kept with the completion, see ``result.keepable``.
 
     Raises StaleFence when the fence does not hold before, after or at the commit; EffectOpen; CommitWasRollback when
     the callback swallowed an SQL error; WrongTransaction for a connection in a transaction; Unreachable when the
@@ -83,7 +85,7 @@ def publish(
                 conn.execute("BEGIN")
             if limit is not None:
                 conn.execute(LIMIT, {"ms": round(limit * 1000)})
-            result = _write(conn, f, callback, limit)
+            returned = _write(conn, f, callback, limit, result)
         except BaseException as error:
             lost = conn.closed and isinstance(error, LOST)
             if not conn.closed:
@@ -102,10 +104,12 @@ def publish(
                 raise _unreachable(conn_or_dsn, "the connection was lost before the commit") from error
             raise
         _commit(conn, conn_or_dsn, f)
-        return result
+        return returned
 
 
-def _write(conn: Connection[Any], f: Fence, callback: Callable[[FencedTransaction], T], limit: float | None) -> T:
+def _write(
+    conn: Connection[Any], f: Fence, callback: Callable[[FencedTransaction], T], limit: float | None, kept: bytes | None
+) -> T:
     fence(conn, f)
     # PostgreSQL breaks a statement off at the limit; one that is silent is left a moment after.
     with FencedTransaction.over(conn, answer_within=None if limit is None else limit + MARGIN_SECONDS) as lent:
@@ -116,7 +120,7 @@ def _write(conn: Connection[Any], f: Fence, callback: Callable[[FencedTransactio
         raise InvalidInput("the callback is asynchronous", field="callback", hint="write with plain functions here")
     match conn.info.transaction_status:
         case TransactionStatus.INTRANS:
-            complete(conn, f)
+            complete(conn, f) if kept is None else complete_with(conn, f, kept)
             return result
         case TransactionStatus.INERROR:
             raise CommitWasRollback(

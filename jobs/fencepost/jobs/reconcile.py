@@ -20,7 +20,8 @@ Resolved = Literal["resolved_applied", "resolved_not_applied"]
 
 RECONCILE: LiteralString = """
 SELECT fencepost.reconcile(%(tenant)s, %(operation)s, %(effect_key)s, %(version)s, %(verdict)s, %(evidence_kind)s,
-                           %(evidence_ref)s, %(receipt)s, %(decision_id)s, %(actor)s, %(reason)s)"""
+                           %(evidence_ref)s, %(receipt)s, %(decision_id)s, %(actor)s, %(reason)s,
+                           %(class)s, %(kind)s)"""
 
 
 def reconcile(
@@ -37,12 +38,15 @@ def reconcile(
     reason: str,
     receipt: str | None = None,
     decision_id: UUID | None = None,
+    job_class: str | None = None,
+    kind: Literal["keyed", "lookup", "opaque"] = "opaque",
 ) -> Resolved:
     """Settles the effect in the caller's transaction; a job that waited for it is queued again.
 
     ``version`` is the one that was looked at. Applied needs the ``receipt``. Not applied is refused (NotQuiescent)
     until the call can no longer be under way, unless the worker's end is attested or the effect is keyed. The same
-    ``decision_id`` again, word for word, changes nothing and returns the same. Raises NotUnknown, WrongVersion,
+    ``decision_id`` again, word for word, changes nothing and returns the same. After a restore an effect of a suspect job
+    of which nothing is known is settled too, as version 0, of that ``kind``; ``job_class`` where the operation has several. Raises NotUnknown, WrongVersion,
     EvidenceMissing naming the field, OperationConflict when the id stands for another decision, NotArmed.
     """
     parameters = {
@@ -57,6 +61,8 @@ def reconcile(
         "decision_id": decision_id or uuid4(),
         "actor": actor,
         "reason": reason,
+        "class": job_class,
+        "kind": kind,
     }
     with conn.cursor(row_factory=tuple_row) as cursor:
         row = cursor.execute(RECONCILE, parameters).fetchone()

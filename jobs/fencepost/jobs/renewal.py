@@ -81,7 +81,7 @@ class Renewal:
         for execution in running:
             started = time.monotonic()
             due = self._due.setdefault(id(execution), started + execution.job.lease / 3)
-            if started < due or execution.lost.is_set() or execution.writing:
+            if started < due or execution.is_lost or execution.writing:
                 continue
             try:
                 renew(conn, execution.job.fence)

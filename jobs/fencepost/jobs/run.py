@@ -14,11 +14,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from psycopg import Connection
 
 from fencepost.jobs.claim import Job, JobClassPolicy
+from fencepost.jobs.compute import Computers
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import Reconciliation
 from fencepost.jobs.execution import Execution
@@ -30,6 +31,10 @@ from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
 from fencepost.schemas.errors import NotArmed, WitnessMismatch
 from fencepost.schemas.keeper import Keeper
+from fencepost.schemas.witness import Witness
+
+if TYPE_CHECKING:
+    from fencepost.jobs.retrying import RetryPolicy
 
 __all__ = ["Run"]
 
@@ -51,6 +56,8 @@ class Handled(Protocol):
     def asynchronous(self) -> bool: ...
     @property
     def reconciliation(self) -> Reconciliation: ...
+    @property
+    def retry(self) -> RetryPolicy | None: ...
 
 
 class Run:
@@ -63,9 +70,10 @@ class Run:
         classes: Mapping[str, Handled],
         *,
         concurrency: int,
-        state: Path | None,
+        state: Path | Witness | None,
         upkeep: str | None = None,
         journal: Journal | None = None,
+        processes: int | None = None,
     ) -> None:
         self._dsn = dsn
         self._owner = owner
@@ -84,6 +92,7 @@ class Run:
         self._keeper = None if state is None else Keeper(dsn, state)
         look_ups = {n: h.reconciliation.look_up for n, h in classes.items() if h.reconciliation.look_up is not None}
         self._upkeep = Upkeep(upkeep or dsn, owner, look_ups)
+        self._computers = Computers(processes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
 
@@ -152,7 +161,8 @@ class Run:
 
     def execute(self, jobs: Sequence[Job]) -> None:
         """Starts the handlers of claimed jobs, each in a thread of its own or together on the event loop."""
-        executions = [Execution(job, self._classes[job.job_class].policy, self._journal) for job in jobs]
+        classes = [self._classes[job.job_class] for job in jobs]
+        executions = [Execution(j, c.policy, self._journal, c.retry) for j, c in zip(jobs, classes, strict=True)]
         with self._lock:
             self._executions.update((id(execution), execution) for execution in executions)
         if self._loop is not None and (looped := [e for e in executions if self._handled(e).asynchronous]):
@@ -170,7 +180,9 @@ class Run:
     def _run_sync(self, execution: Execution, handler: Callable[[Context, Job], object]) -> None:
         error: BaseException | None = None
         try:
-            handler(Context(execution, self._work, self._outcomes), execution.job)
+            error = execution.keep(
+                handler(Context(execution, self._work, self._outcomes, self._computers), execution.job)
+            )
         except BaseException as raised:  # noqa: BLE001 (whatever it is, it is the outcome of the attempt)
             error = raised
         self._end(execution, error)
@@ -178,7 +190,7 @@ class Run:
     def _run_async(self, loop: asyncio.AbstractEventLoop, executions: Sequence[Execution]) -> None:
         for execution in executions:
             handler = cast(Callable[[AsyncContext, Job], Coroutine[Any, Any, object]], self._handled(execution).handler)
-            context = AsyncContext(execution, self._work, self._outcomes)
+            context = AsyncContext(execution, self._work, self._outcomes, self._computers)
             try:
                 task = loop.create_task(handler(context, execution.job))
             except Exception as error:  # noqa: BLE001 (it takes other arguments: the outcome of the attempt)
@@ -188,13 +200,14 @@ class Run:
             task.add_done_callback(partial(self._ended, execution))
 
     def _ended(self, execution: Execution, task: asyncio.Task[object]) -> None:
-        self._end(execution, asyncio.CancelledError() if task.cancelled() else task.exception())
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self._end(execution, error or execution.keep(task.result()))
 
     def _end(self, execution: Execution, error: BaseException | None) -> None:
         """Sends the outcome to its own lane; the execution counts as running until it is written."""
         if not execution.settle() or (execution.published and error is None):
             self._forget([execution])
-        elif error is None:
+        elif error is None and execution.result is None:
             self._completions.add(execution)
         else:
             self._write(execution, error)
@@ -231,6 +244,7 @@ class Run:
             self._freed.wait(0.02)
             self._freed.clear()
         self._release(self.running())
+        self._computers.close()
         self._renewal.stop()
         self._upkeep.stop()
         self._stop_loop()

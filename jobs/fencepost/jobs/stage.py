@@ -52,14 +52,14 @@ def staged(conn: Connection[Any], f: Fence) -> Staged | None:
     return None if row is None else Staged(attempt=row[0], result=load(bytes(row[1])), staged_at=row[2])
 
 
-def dump(value: object, name: str) -> bytes:
-    """Plain JSON of at most 1 MiB, or InvalidInput naming ``name``. No digest is taken of it, so floats are welcome."""
+def dump(value: object, name: str, *, most: int = RESULT_BYTES_MAX) -> bytes:
+    """Plain JSON of at most ``most`` bytes, or InvalidInput naming ``name``. No digest is taken of it: floats are welcome."""
     try:
         raw = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError):
         raise InvalidInput(f"{name} is not JSON", field=name, hint="use objects, lists, text, numbers") from None
-    if len(raw) > RESULT_BYTES_MAX:
-        raise InvalidInput(f"{name} has {len(raw)} bytes, at most {RESULT_BYTES_MAX} are allowed", field=name)
+    if len(raw) > most:
+        raise InvalidInput(f"{name} has {len(raw)} bytes, at most {most} are allowed", field=name)
     return raw
 
 

@@ -79,8 +79,8 @@ def submit(
         "args": raw,
         "binding": content.binding(raw),
         "source_event": source_event,
-        "run_at": _instant(run_at),
-        "priority": _priority(priority),
+        "run_at": as_instant(run_at),
+        "priority": as_priority(priority),
     }
     if is_async(tx):
         return _submit_async(cast(AsyncTransaction, tx), parameters)
@@ -109,7 +109,8 @@ def arguments(args: Mapping[str, object] | BaseModel) -> bytes:
     return content.encode(value)
 
 
-def _instant(run_at: datetime | None) -> datetime | None:
+def as_instant(run_at: datetime | None) -> datetime | None:
+    """An aware datetime, or InvalidInput."""
     if run_at is not None and run_at.utcoffset() is None:
         raise InvalidInput(
             "run_at is a time without a zone", field="run_at", hint="make it aware, e.g. with tzinfo=UTC"
@@ -117,7 +118,8 @@ def _instant(run_at: datetime | None) -> datetime | None:
     return run_at
 
 
-def _priority(priority: int) -> int:
+def as_priority(priority: int) -> int:
+    """A whole number within bounds, or InvalidInput."""
     if type(priority) is not int or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
         raise InvalidInput(f"priority is not a whole number within ±{PRIORITY_MAX}", field="priority")
     return priority

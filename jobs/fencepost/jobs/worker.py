@@ -23,24 +23,31 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
 from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
-from fencepost.jobs.execution import Poison, Retry
+from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
+from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
+from fencepost.schemas.witness import Witness
 
-__all__ = ["Backoff", "Poison", "Retry", "Worker"]
+if TYPE_CHECKING:
+    from tenacity import AsyncRetrying, Retrying
 
-SyncHandler = Callable[[Context, Job], object]
-AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]]
+    from fencepost.jobs.retrying import RetryPolicy
+
+__all__ = ["Backoff", "Poison", "Retry", "Waiting", "Worker"]
+
+SyncHandler = Callable[[Context, Job], object] | Callable[[Context, Job, Any], object]
+AsyncHandler = Callable[[AsyncContext, Job], Awaitable[object]] | Callable[[AsyncContext, Job, Any], Awaitable[object]]
 S = TypeVar("S", bound=SyncHandler)
 H = TypeVar("H", bound=SyncHandler | AsyncHandler)
 
@@ -67,10 +74,11 @@ class Registered:
     """A class with the handler that runs it."""
 
     policy: JobClassPolicy
-    handler: SyncHandler | AsyncHandler
+    handler: Callable[[Any, Job], object]
     reconciliation: Reconciliation
     asynchronous: bool
     """Whether the handler runs on the event loop."""
+    retry: RetryPolicy | None = None
 
 
 @dataclass(slots=True)
@@ -134,13 +142,18 @@ class Worker:
         network_bound: float = 30.0,
         max_finishes: int = 20,
         reconciliation: Reconciliation = BY_OPERATORS,
+        retry: RetryPolicy | Retrying | AsyncRetrying | None = None,
     ) -> Callable[[H], H]:
         """Registers the handler of a class: ``def handler(ctx: Context, job)`` or ``async def`` with AsyncContext.
 
-        Durations in seconds. A handler that returns without publishing completes the job by the same fence; one that
-        raises fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
+        A third parameter annotated with a pydantic model or an Event gets the args as that; args that do not fit make
+        the job poison, reason ``invalid_args``, without a call.
+        Durations in seconds. A handler that returns without publishing completes the job by the same fence, and what it
+        returns, if not None, is kept as the job's result (JSON of at most 64 KiB, else it has failed). One that raises
+        fails the attempt: it is retried with ``backoff`` until ``max_attempts`` claims are used up, then poison.
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
-        and how their receipts are looked up. See ``JobClassPolicy`` for the rest.
+        and how their receipts are looked up. ``retry``: in tenacity's words, which exceptions are retried, how long a
+        retry waits and when to stop (`retrying`); stricter than the rest, never more. See ``JobClassPolicy`` for the rest.
         """
         name = as_class(job_class)
         if name in self._classes:
@@ -157,8 +170,11 @@ class Worker:
             network_bound=network_bound,
         )
 
+        tried = None if retry is None else _retrying(retry)
+
         def registered(handler: H) -> H:
-            self._classes[name] = Registered(made, handler, reconciliation, inspect.iscoroutinefunction(handler))
+            asynchronous = inspect.iscoroutinefunction(handler)
+            self._classes[name] = Registered(made, reading_args(handler), reconciliation, asynchronous, tried)
             return handler
 
         return registered
@@ -170,10 +186,11 @@ class Worker:
         concurrency: int = 4,
         stop: threading.Event | None = None,
         drain: float = 10.0,
-        state: Path | None = None,
+        state: Path | Witness | None = None,
         patience: float = 60.0,
         upkeep: str | None = None,
         journal: Path | None = None,
+        processes: int | None = None,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
@@ -182,7 +199,8 @@ class Worker:
         folder of the witness) the worker arms the database after a plain restart and beats the witness. ``upkeep`` is the
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
-        ``journal`` takes the place of the worker's own.
+        ``journal`` takes the place of the worker's own. ``processes``: how many computations run at a time (``ctx.compute``;
+        default: one for each core).
 
         Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
         InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
@@ -194,9 +212,20 @@ class Worker:
             )
         if not 1 <= concurrency <= CONCURRENCY_MAX:
             raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
+        if processes is not None and not 1 <= processes <= CONCURRENCY_MAX:
+            raise ConfigError(f"processes is not between 1 and {CONCURRENCY_MAX}", field="processes")
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
-            run = Run(dsn, self.owner, self._classes, concurrency=concurrency, state=state, upkeep=upkeep, journal=kept)
+            run = Run(
+                dsn,
+                self.owner,
+                self._classes,
+                concurrency=concurrency,
+                state=state,
+                upkeep=upkeep,
+                journal=kept,
+                processes=processes,
+            )
             run.start()
             try:
                 self._work(run, dsn, stopping, patience)
@@ -254,6 +283,13 @@ class Worker:
             polls.pause = 0.0
         else:
             polls.pause = POLL_SECONDS_MIN if jobs else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
+
+
+def _retrying(given: RetryPolicy | Retrying | AsyncRetrying) -> RetryPolicy:
+    # Imported here: who gives one has tenacity, and nobody else needs it.
+    from fencepost.jobs.retrying import policy_of
+
+    return policy_of(given)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from psycopg.rows import class_row
 
 from fencepost.operate.findings import Finding, fail, ok, warn
 from fencepost.operate.printing import age
-from fencepost.schemas.errors import ConfigError, Damaged
-from fencepost.schemas.witness import FileWitness, Record
+from fencepost.schemas.arming import as_witness
+from fencepost.schemas.errors import ConfigError, Damaged, Unreachable
+from fencepost.schemas.witness import Record, Witness
 
 __all__ = ["Tip", "armed", "heartbeat", "read_tip", "witness"]
 
@@ -47,7 +48,7 @@ def read_tip(conn: Connection[Any]) -> Tip:
     return found
 
 
-def armed(conn: Connection[Any], state: Path) -> Finding:
+def armed(conn: Connection[Any], state: Path | Witness) -> Finding:
     """Armed, or the reason and what to do."""
     tip, record = _look(conn, state)
     if tip.armed:
@@ -70,10 +71,10 @@ def armed(conn: Connection[Any], state: Path) -> Finding:
     )
 
 
-def witness(conn: Connection[Any], state: Path) -> Finding:
+def witness(conn: Connection[Any], state: Path | Witness) -> Finding:
     """The file is there and says the same as the database."""
     tip, record = _look(conn, state)
-    path = FileWitness(state).path
+    path = as_witness(state).place
     if isinstance(record, str):
         level = warn if tip.armed else fail
         return level("witness", record)
@@ -112,18 +113,20 @@ def difference(record: Record, tip: Tip) -> str | None:
     return "database and witness took different turns"
 
 
-def _look(conn: Connection[Any], state: Path) -> tuple[Tip, Record | str]:
+def _look(conn: Connection[Any], state: Path | Witness) -> tuple[Tip, Record | str]:
     """Both halves; looked at again when a beat may have passed in between. A text says why there is no record."""
-    file = FileWitness(state)
+    outside = as_witness(state)
     for look in range(LOOKS):
         try:
-            record = file.read()
+            record = outside.read()
         except ConfigError as error:
             return read_tip(conn), f"{error.message}; point FENCEPOST_STATE to the folder that `fencepost migrate` made"
         except Damaged as error:
             return read_tip(conn), f"{error.message}; restore nothing over it"
+        except Unreachable as error:
+            return read_tip(conn), error.message
         except OSError as error:
-            return read_tip(conn), f"{file.path} cannot be read ({error.strerror}); give this login the right to"
+            return read_tip(conn), f"{outside.place} cannot be read ({error.strerror}); give this login the right to"
         tip = read_tip(conn)
         if difference(record, tip) is None or look == LOOKS - 1:
             return tip, record

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fencepost.operate import (
+    authority,
     backfill,
     consumer,
     deadletters,
@@ -16,6 +17,7 @@ from fencepost.operate import (
     effects,
     grants,
     inbox,
+    job_signals,
     jobs,
     journal,
     logs,
@@ -65,6 +67,7 @@ app.add_typer(inbox.app, name="inbox")
 app.command("replay")(replay.replay)
 app.add_typer(worker.app, name="worker")
 app.add_typer(effects.app, name="effects")
+jobs.app.command("signal")(job_signals.signal_)
 jobs.app.command("protect")(protected.protect_)
 jobs.app.command("unprotect")(protected.unprotect_)
 jobs.app.command("protected")(protected.protected)
@@ -72,6 +75,7 @@ jobs.app.command("orphans")(orphans.orphans)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")
+app.add_typer(authority.app, name="authority")
 app.add_typer(schemas.app, name="schemas")
 
 

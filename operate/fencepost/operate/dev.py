@@ -131,7 +131,7 @@ def _targets(paths: Sequence[str], chosen: Settings, dsn: str, concurrency: int,
         found = target.load(path, "target")
         stop = threading.Event()
         if isinstance(found, Worker):
-            run = partial(found.run, dsn, concurrency=concurrency, stop=stop, drain=drain, state=chosen.state)
+            run = partial(found.run, dsn, concurrency=concurrency, stop=stop, drain=drain, state=chosen.outside())
             workers.append(Part(f"worker {path}", run, stop.set, drain))
         else:
             run = partial(consumer.runner(path, found, dsn, chosen.consumer).run, stop)

@@ -28,6 +28,7 @@ from fencepost.operate.findings import Finding, Level, fail, ok, warn
 from fencepost.operate.refusals import ExitCode, line_of
 from fencepost.schemas.connect import address, connect
 from fencepost.schemas.errors import Unreachable
+from fencepost.schemas.witness import Witness
 
 __all__ = ["doctor", "examine", "show"]
 
@@ -35,7 +36,7 @@ __all__ = ["doctor", "examine", "show"]
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Look at connection, contract, authority and settings; exit code 1 when something must be changed."""
     chosen = settings.load()
-    if show(examine(chosen.dsn(), chosen.state), as_json=as_json):
+    if show(examine(chosen.dsn(), chosen.outside()), as_json=as_json):
         raise typer.Exit(int(ExitCode.REFUSED))
 
 
@@ -55,7 +56,7 @@ def show(findings: Iterable[Finding], *, as_json: bool) -> int:
     return failed
 
 
-def examine(dsn: str, state: Path) -> Iterator[Finding]:
+def examine(dsn: str, state: Path | Witness) -> Iterator[Finding]:
     """Every finding, in the order in which one would look; stops where the rest cannot be looked at."""
     yield _variables()
     try:

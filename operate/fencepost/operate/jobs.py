@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any, LiteralString
 
@@ -11,6 +12,7 @@ from psycopg import Connection
 from psycopg.rows import dict_row
 
 from fencepost.jobs.cancel import cancel, requeue
+from fencepost.jobs.progress import progress
 from fencepost.operate import printing, settings
 from fencepost.operate.effects import login_name
 from fencepost.operate.refusals import ExitCode
@@ -39,6 +41,11 @@ SELECT e.effect_key AS effect, e.kind, e.state, e.reason, e.version, clock_times
 FROM fencepost.effect AS e
 WHERE e.tenant = %(tenant)s AND e.operation = %(operation)s AND e.class = %(class)s ORDER BY e.begun_at"""
 
+SIGNALS: LiteralString = """
+SELECT s.name AS signal, s.key, s.actor, s.login, s.at
+FROM fencepost.signal AS s
+WHERE s.tenant = %(tenant)s AND s.operation = %(operation)s AND s.class = %(class)s ORDER BY s.n"""
+
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Tenant = Annotated[str, typer.Option("--tenant")]
 Operation = Annotated[str, typer.Option("--operation")]
@@ -52,10 +59,12 @@ class StateName(StrEnum):
 
     QUEUED = "queued"
     RUNNING = "running"
+    WAITING = "waiting"
     DONE = "done"
     CANCELLED = "cancelled"
     POISON = "poison"
     BLOCKED = "blocked"
+    HELD = "held"
 
 
 @app.callback()
@@ -89,15 +98,21 @@ def show(tenant: Tenant, operation: Operation, job_class: JobClass, as_json: AsJ
     """One job: its execution and its effects side by side."""
     which = {"tenant": tenant, "operation": operation, "class": job_class}
     with connect(settings.load().dsn(), autocommit=True) as conn:
-        found, effects = _rows(conn, SHOW, which), _rows(conn, EFFECTS, which)
+        found, effects, signals = _rows(conn, SHOW, which), _rows(conn, EFFECTS, which), _rows(conn, SIGNALS, which)
+        told = progress(conn, tenant=tenant, operation=operation, job_class=job_class)
     if not found:
         raise UnknownJob("there is no such job", field="operation", hint="check --tenant, --operation and --class")
     if as_json:
-        printing.as_json({**found[0], "effects": effects})
+        told_of = None if told is None else asdict(told)
+        printing.as_json({**found[0], "effects": effects, "signals": signals, "progress": told_of})
         return
     printing.record("job", found[0])
+    if told is not None:
+        printing.record("progress", asdict(told))
     columns = ("effect", "kind", "state", "reason", "version", "age")
     printing.table("effects", columns, [[r[c] for c in columns] for r in effects], empty="none")
+    if signals:
+        printing.table("signals", tuple(signals[0]), [list(r.values()) for r in signals], empty="none")
 
 
 @app.command("cancel")

@@ -64,7 +64,7 @@ def sql() -> None:
 def _apply(single_role: bool | None, install: str, slots: int) -> None:
     chosen = settings.load()
     dsn = chosen.dsn()
-    report = migrate.apply(dsn, state=chosen.state, single_role=single_role, install=install, slots=slots)
+    report = migrate.apply(dsn, state=chosen.outside(), single_role=single_role, install=install, slots=slots)
     done = f"applied {', '.join(report.applied)}" if report.applied else "tables up to date"
     roles = "single role" if report.single_role else "separate roles"
     printing.say(f"{address(dsn)}: {done}, functions applied, {roles}")

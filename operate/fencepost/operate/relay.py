@@ -67,7 +67,7 @@ def maker(chosen: Settings, dsn: str, *, accept_routes: bool = False, healthy: b
         return Relay(
             dsn,
             [d() for d in destinations],
-            state=chosen.state,
+            state=chosen.outside(),
             pace=pace,
             health=health,
             stalled=chosen.relay.stalled,

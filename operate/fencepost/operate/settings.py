@@ -2,6 +2,7 @@
 
     database = "postgresql://app@127.0.0.1:5432/app"    # FENCEPOST_DATABASE
     state = ".fencepost"                                # FENCEPOST_STATE, the folder of the file witness
+    witness = "postgresql://w@10.0.0.9/witness"         # FENCEPOST_WITNESS, a second database in place of that file
 
     [relay]                                             # FENCEPOST_RELAY_LEASE and so on, seconds
     lease = 30
@@ -43,6 +44,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from fencepost.schemas.connect import checked_address
 from fencepost.schemas.errors import ConfigError
+from fencepost.schemas.witness import Witness
+from fencepost.schemas.witness_database import DatabaseWitness
 
 __all__ = [
     "ConsumerSettings",
@@ -214,6 +217,7 @@ class _General(_Sources):
     database: SecretStr | None = None
     insecure_db: bool = False
     state: Path = Path(".fencepost")
+    witness: SecretStr | None = None
     destinations: tuple[DestinationSettings, ...] = ()
 
 
@@ -228,6 +232,12 @@ class Settings:
     consumer: ConsumerSettings
     worker: WorkerSettings
     insecure_db: bool = False
+    witness: SecretStr | None = None
+
+    def outside(self) -> Path | Witness:
+        """Where the witness is: the second database that `witness` names, else the folder of the file."""
+        found = "" if self.witness is None else self.witness.get_secret_value()
+        return DatabaseWitness(checked_address(found, insecure=self.insecure_db)) if found else self.state
 
     def dsn(self, *, insecure: bool = False) -> str:
         """The database's connection string, for connecting and never for showing.
@@ -253,7 +263,16 @@ def load() -> Settings:
     names = [d.name for d in found.destinations]
     if len(set(names)) < len(names):
         raise ConfigError("two destinations have the same name", field="destinations", hint="rename one of them")
-    return Settings(found.database, found.state, found.destinations, relay, consumer, worker, found.insecure_db)
+    return Settings(
+        found.database,
+        found.state,
+        found.destinations,
+        relay,
+        consumer,
+        worker,
+        found.insecure_db,
+        found.witness,
+    )
 
 
 def known_variables() -> frozenset[str]:

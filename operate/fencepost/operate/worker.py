@@ -46,7 +46,7 @@ def run(
             concurrency=concurrency,
             stop=stop,
             drain=drain,
-            state=chosen.state,
+            state=chosen.outside(),
             patience=patience,
             journal=chosen.worker.journal,
         )

@@ -24,6 +24,7 @@ from fencepost.schemas import arming
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable, WitnessMismatch
 from fencepost.schemas.health import STALLED_SECONDS, HealthAddress, HealthServer
 from fencepost.schemas.keeper import Keeper
+from fencepost.schemas.witness import Witness
 
 log = logging.getLogger("fencepost.relay")
 
@@ -63,7 +64,7 @@ class Relay:
         dsn: str,
         destinations: Sequence[Destination],
         *,
-        state: Path | None = None,
+        state: Path | Witness | None = None,
         pace: Pace | None = None,
         health: HealthAddress | None = None,
         look: float = LOOK_SECONDS,

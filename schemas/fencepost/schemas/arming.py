@@ -15,11 +15,13 @@ from psycopg import Connection
 
 from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import FencepostError
-from fencepost.schemas.witness import FileWitness, Mark, Record
+from fencepost.schemas.witness import FileWitness, Mark, Record, Witness, confirm, intend
 
-TIP = "SELECT installation, seq, nonce, system_identifier, timeline, database_oid, armed FROM fencepost.tip()"
+TIP = """SELECT installation, seq, nonce, system_identifier, timeline, database_oid, armed, epoch, sealed
+FROM fencepost.tip()"""
 ARM = """SELECT fencepost.arm(%(installation)s, %(seq)s, %(nonce)s, %(next_seq)s, %(next_nonce)s,
-                              %(system_identifier)s, %(timeline)s, %(database_oid)s)"""
+                              %(system_identifier)s, %(timeline)s, %(database_oid)s,
+                              %(epoch)s, %(tenant)s, %(restrictions)s::text[], %(sealed)s, %(unseal)s)"""
 BEAT = """SELECT fencepost.beat(%(installation)s, %(seq)s, %(nonce)s, %(next_seq)s, %(next_nonce)s,
                                 %(system_identifier)s, %(timeline)s, %(database_oid)s)"""
 
@@ -37,6 +39,8 @@ class Tip(NamedTuple):
     timeline: int
     database_oid: int
     armed: bool
+    epoch: int
+    sealed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +58,42 @@ def read_tip(conn: Connection[tuple[object, ...]]) -> Tip:
     return Tip(*row)  # type: ignore[arg-type]
 
 
-def arm(dsn: str, state: Path) -> Armed:
+def as_witness(state: Path | Witness) -> Witness:
+    """A folder is that of the file witness."""
+    return FileWitness(state) if isinstance(state, Path) else state
+
+
+def arm(dsn: str, state: Path | Witness, *, unseal: bool = False) -> Armed:
     """Arms the database when witness and tip are equal, or raises `WitnessMismatch` and changes nothing.
 
-    Takes a transaction of its own; waits at most five seconds for those who use authority now.
+    Takes a transaction of its own; waits at most five seconds for those who use authority now. `unseal` breaks a seal
+    where it was written.
     """
     with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
-        return _turn(conn, FileWitness(state), arming=True)
+        return _turn(conn, as_witness(state), arming=True, unseal=unseal)
 
 
-def ensure_armed(dsn: str, state: Path) -> Armed:
+def ensure_armed(dsn: str, state: Path | Witness) -> Armed:
     """Armed as it is, or armed by equality after a plain restart; else `WitnessMismatch`."""
     with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
         tip = read_tip(conn)
         if tip.armed:
             return Armed(already=True, seq=tip.seq)
-        return _turn(conn, FileWitness(state), arming=True)
+        return _turn(conn, as_witness(state), arming=True)
 
 
-def beat(conn: Connection[tuple[object, ...]], witness: FileWitness) -> int:
+def beat(conn: Connection[tuple[object, ...]], witness: Witness) -> int:
     """One heartbeat: advances witness and tip together; an older copy of the database then no longer matches."""
     return _turn(conn, witness, arming=False).seq
 
 
-def create_witness(dsn: str, state: Path) -> None:
+def create_witness(dsn: str, state: Path | Witness) -> None:
     """Begins the witness of a new installation at the tip of its database."""
-    witness = FileWitness(state)
+    witness = as_witness(state)
     with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn, witness.held():
         tip = read_tip(conn)
-        here = Record(tip.installation, tip.system_identifier, tip.timeline, tip.database_oid, Mark(tip.seq, tip.nonce))
-        witness.write(here)
+        mark = Mark(tip.seq, tip.nonce, tip.epoch)
+        witness.write(Record(tip.installation, tip.system_identifier, tip.timeline, tip.database_oid, mark))
 
 
 def clone_witness(source: Path, target: Path, dsn: str) -> None:
@@ -94,37 +104,56 @@ def clone_witness(source: Path, target: Path, dsn: str) -> None:
         FileWitness(target).write(replace(record, database_oid=read_tip(conn).database_oid))
 
 
-def _turn(conn: Connection[tuple[object, ...]], witness: FileWitness, *, arming: bool) -> Armed:
+def parameters(record: Record, mark: Mark) -> dict[str, object]:
+    """What every turn tells the database: what the witness says it is, and what it becomes."""
+    return {
+        "installation": record.installation,
+        "seq": record.head.seq,
+        "nonce": record.head.nonce,
+        "next_seq": mark.seq,
+        "next_nonce": mark.nonce,
+        "system_identifier": record.system_identifier,
+        "timeline": record.timeline,
+        "database_oid": record.database_oid,
+        "epoch": mark.epoch,
+        "tenant": mark.tenant,
+        "restrictions": list(record.restrictions),
+    }
+
+
+def _turn(conn: Connection[tuple[object, ...]], witness: Witness, *, arming: bool, unseal: bool = False) -> Armed:
     with witness.held():
-        record = _settled(witness.read(), read_tip(conn))
+        tip = read_tip(conn)
+        record = settled(witness.read(), tip)
         # Invariant: one mark per turn of the database. A turn whose client went away may still commit on the server, so
         # the mark that was intended is sent again, never another one in its place.
         mark = record.intended or record.head.following()
         # Crash here: [W] before the database commits the head stands; after it the intended mark is found as the tip.
         if record.intended is None:
-            record = witness.intend(record, mark)
-        conn.execute(
-            ARM if arming else BEAT,
-            {
-                "installation": record.installation,
-                "seq": record.head.seq,
-                "nonce": record.head.nonce,
-                "next_seq": mark.seq,
-                "next_nonce": mark.nonce,
-                "system_identifier": record.system_identifier,
-                "timeline": record.timeline,
-                "database_oid": record.database_oid,
-            },
-        )
-        witness.confirm(record, mark)
+            record = intend(witness, record, mark)
+        if arming:
+            conn.execute(ARM, parameters(record, mark) | {"sealed": record.head.sealed, "unseal": unseal})
+        else:
+            conn.execute(BEAT, parameters(record, mark))
+        if record.head.sealed:
+            # The database may have moved under its seal.
+            record = moved(record, tip)
+        confirm(witness, record, replace(mark, sealed=False))
         return Armed(already=False, seq=mark.seq)
 
 
-def _settled(record: Record, tip: Tip) -> Record:
+def settled(record: Record, tip: Tip) -> Record:
     """The record after a turn that crashed half-way: the tip tells whether the intended mark was taken."""
     if record.intended is not None and (tip.seq, tip.nonce) == (record.intended.seq, record.intended.nonce):
-        return replace(record, head=record.intended, intended=None)
+        return replace(record, head=replace(record.intended, sealed=tip.sealed), intended=None)
     return record
+
+
+def moved(record: Record, tip: Tip) -> Record:
+    """The record of a database that runs elsewhere from now on."""
+    return replace(
+        record, system_identifier=tip.system_identifier, timeline=tip.timeline, database_oid=tip.database_oid
+    )
 
 
 def explain(error: FencepostError, *, armed: bool = False) -> str:
@@ -134,4 +163,18 @@ def explain(error: FencepostError, *, armed: bool = False) -> str:
     return f"disarmed, nothing is published, claimed or dispatched: {error}"
 
 
-__all__ = ["Armed", "Tip", "arm", "beat", "clone_witness", "create_witness", "ensure_armed", "explain", "read_tip"]
+__all__ = [
+    "Armed",
+    "Tip",
+    "arm",
+    "as_witness",
+    "beat",
+    "clone_witness",
+    "create_witness",
+    "ensure_armed",
+    "explain",
+    "moved",
+    "parameters",
+    "read_tip",
+    "settled",
+]

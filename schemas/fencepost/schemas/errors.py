@@ -19,6 +19,7 @@ from psycopg.pq import DiagnosticField
 __all__ = [
     "BeginsMissing",
     "CommitWasRollback",
+    "ComputationDied",
     "ConfigError",
     "ConfirmLost",
     "Damaged",
@@ -30,6 +31,7 @@ __all__ = [
     "FencepostError",
     "FinishOnly",
     "FromDatabase",
+    "InvalidArgs",
     "InvalidInput",
     "JournalCorrupt",
     "JournalForeign",
@@ -47,6 +49,7 @@ __all__ = [
     "Reason",
     "Refused",
     "ReplayRefused",
+    "Restricted",
     "RoutesChanged",
     "StaleEffectAttempt",
     "StaleFence",
@@ -200,6 +203,10 @@ class InvalidInput(Refused, FromDatabase, code="ZF003"):
     """The value of ``field`` is not acceptable."""
 
 
+class InvalidArgs(InvalidInput):
+    """The args of a job do not fit its handler's model; ``field`` says where. Trying again does not help."""
+
+
 class WrongTransaction(Refused, FromDatabase, code="ZF004"):
     """The caller's transaction cannot carry this call; ``field`` is isolation, subtransaction or autocommit."""
 
@@ -274,6 +281,10 @@ class UnknownJob(Refused, FromDatabase, code="ZF050"):
     """There is no such job."""
 
 
+class Restricted(Refused, FromDatabase, code="ZF061"):
+    """A login was revoked, a tenant suspended or a class disabled; an authority admin may lift that."""
+
+
 class UnknownClass(Refused, FromDatabase, code="ZF051"):
     """There is no such job class."""
 
@@ -292,6 +303,10 @@ class ReplayRefused(Refused):
 
 class LeaseLost(Refused):
     """This worker's lease is over: stop; results may be staged for the successor, not published."""
+
+
+class ComputationDied(Unresolved):
+    """The process of a computation ended before its result: killed, crashed or too late. Nothing else is lost by it."""
 
 
 class BeginsMissing(Refused):

@@ -18,7 +18,7 @@ from psycopg import Connection
 from fencepost.schemas import arming
 from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import FencepostError, NotArmed, WitnessMismatch
-from fencepost.schemas.witness import FileWitness
+from fencepost.schemas.witness import Witness
 
 __all__ = ["BEAT_SECONDS", "Keeper"]
 
@@ -33,13 +33,12 @@ class Keeper:
     """Beats every two seconds from a daemon thread of its own, and never brings the process down.
 
     A database that was restarted is armed again when witness and tip are equal. When they are not, everything stays
-    disarmed: that is logged once, and the keeper keeps waiting for an operator. `state` is the folder of the witness.
+    disarmed: that is logged once, and the keeper keeps waiting for an operator. `state` is the witness, or the folder of the file witness.
     """
 
-    def __init__(self, dsn: str, state: Path) -> None:
+    def __init__(self, dsn: str, state: Path | Witness) -> None:
         self._dsn = dsn
-        self._witness = FileWitness(state)
-        self._state = state
+        self._witness = arming.as_witness(state)
         self._owner = uuid4()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fencepost-keeper", daemon=True)
@@ -81,7 +80,7 @@ class Keeper:
             try:
                 arming.beat(conn, self._witness)
             except NotArmed:
-                arming.ensure_armed(self._dsn, self._state)
+                arming.ensure_armed(self._dsn, self._witness)
                 log.warning("the database was restarted; witness and database agree, armed again")
             self._told = ""
         except (WitnessMismatch, NotArmed) as error:

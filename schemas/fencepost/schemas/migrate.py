@@ -18,7 +18,7 @@ from psycopg import Connection, sql
 from fencepost.schemas import arming, grants
 from fencepost.schemas.connect import connect, is_loopback
 from fencepost.schemas.errors import ConfigError, NotArmed, WitnessMismatch
-from fencepost.schemas.witness import FileWitness
+from fencepost.schemas.witness import Witness
 
 OLDEST_SERVER = 150000
 LOCK = "SELECT pg_advisory_xact_lock(7310579032614957)"
@@ -58,7 +58,7 @@ class Report:
     created: bool
     armed: bool
     single_role: bool
-    state: Path
+    state: Path | Witness
     message: str
 
 
@@ -80,10 +80,12 @@ def functions() -> list[Migration]:
     return _files("functions")
 
 
-def apply(dsn: str, *, state: Path, single_role: bool | None = None, install: str = "main", slots: int = 16) -> Report:
+def apply(
+    dsn: str, *, state: Path | Witness, single_role: bool | None = None, install: str = "main", slots: int = 16
+) -> Report:
     """Brings the database to this version of the contract and arms a new installation; safe to run again and twice at once.
 
-    `state` is the folder of the file witness, `slots` the number of ordered shares of the outbox (fixed for life),
+    `state` is the folder of the file witness, or another witness, `slots` the number of ordered shares of the outbox (fixed for life),
     `single_role` leaves out the roles (default: on loopback). Raises `ConfigError` for a server older than 15, another
     encoding than UTF8 or an edited migration, `Unreachable` when nobody answers.
     """
@@ -208,14 +210,14 @@ def _install(conn: Connection[tuple[Any, ...]], install: str, slots: int, single
     conn.execute(FIRST_TICK)
 
 
-def _arm(dsn: str, state: Path, never_armed: bool) -> tuple[bool, str]:
-    witness = FileWitness(state)
+def _arm(dsn: str, state: Path | Witness, never_armed: bool) -> tuple[bool, str]:
+    witness = arming.as_witness(state)
     if never_armed and not witness.exists():
-        arming.create_witness(dsn, state)
+        arming.create_witness(dsn, witness)
     try:
-        armed = arming.ensure_armed(dsn, state)
+        armed = arming.ensure_armed(dsn, witness)
     except (WitnessMismatch, NotArmed, ConfigError) as error:
         return False, arming.explain(error)
     if armed.already:
         return True, "armed already"
-    return True, f"armed; the witness is {witness.path}"
+    return True, f"armed; the witness is {witness.place}"

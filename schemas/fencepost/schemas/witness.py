@@ -11,10 +11,10 @@ import json
 import os
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from uuid import UUID, uuid4
 
 from fencepost.schemas.errors import ConfigError, Damaged, Unreachable
@@ -25,19 +25,37 @@ HELD_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One turn of the witness: a number that only grows, and a nonce that nobody can guess from it."""
+    """One turn of the witness: a number that only grows, and a nonce that nobody can guess from it.
+
+    ``epoch`` is the newest that was ever given to anybody; where a turn gives a new one, ``tenant`` says to whom (None: to
+    everybody). A turn that is ``sealed`` was taken before a planned move of the database.
+    """
 
     seq: int
     nonce: UUID
+    epoch: int = 1
+    tenant: str | None = None
+    sealed: bool = False
 
     def following(self) -> Mark:
-        """The next turn, under a fresh nonce."""
-        return Mark(self.seq + 1, uuid4())
+        """The next turn, under a fresh nonce and the same epoch."""
+        return Mark(self.seq + 1, uuid4(), self.epoch)
+
+    def rotating(self, tenant: str | None) -> Mark:
+        """The next turn, which gives a tenant (or everybody) a new epoch."""
+        return replace(self.following(), epoch=self.epoch + 1, tenant=tenant)
+
+    def sealing(self) -> Mark:
+        """The next turn, the last one before a planned move."""
+        return replace(self.following(), sealed=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the witness remembers; `intended` is set exactly while a change may have reached the database."""
+    """What the witness remembers; `intended` is set exactly while a change may have reached the database.
+
+    ``restrictions`` (``tenant:acme``, ``class:report``, ``principal:login``) are here too, so that no restore lifts them.
+    """
 
     installation: UUID
     system_identifier: int
@@ -45,6 +63,37 @@ class Record:
     database_oid: int
     head: Mark
     intended: Mark | None = None
+    restrictions: tuple[str, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that was ever given, or was about to be."""
+        return self.head.epoch if self.intended is None else max(self.head.epoch, self.intended.epoch)
+
+
+class Witness(Protocol):
+    """Where the record is kept: outside the database, and outside every backup of it."""
+
+    @property
+    def place(self) -> str:
+        """Where that is, for people; without a password."""
+        ...
+
+    def exists(self) -> bool:
+        """True when there is a witness to ask."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Exclusive use until the block ends or the process dies; `Unreachable` after ten seconds of waiting."""
+        ...
+
+    def read(self) -> Record:
+        """The record; raises `ConfigError` when there is none, `Damaged` when it cannot be read, `Unreachable`."""
+        ...
+
+    def write(self, record: Record) -> None:
+        """Replaces the record, durably; call it while held."""
+        ...
 
 
 class FileWitness:
@@ -57,6 +106,11 @@ class FileWitness:
     def __init__(self, state: Path) -> None:
         self.path = state / "witness.json"
         self._lock = state / "witness.lock"
+
+    @property
+    def place(self) -> str:
+        """The file."""
+        return str(self.path)
 
     def exists(self) -> bool:
         """True when there is a witness to ask."""
@@ -87,7 +141,7 @@ class FileWitness:
                 hint="point it to the folder that `fencepost migrate` created; a lost witness needs an operator's recovery",
             ) from None
         try:
-            return _load(json.loads(raw))
+            return load(json.loads(raw))
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(
                 f"the witness at {self.path} cannot be read",
@@ -99,7 +153,7 @@ class FileWitness:
         """Replaces the record, durably."""
         temporary = self.path.with_suffix(".new")
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(_dump(record), file)
+            json.dump(dump(record), file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
@@ -109,17 +163,19 @@ class FileWitness:
         finally:
             os.close(folder)
 
-    def intend(self, record: Record, mark: Mark) -> Record:
-        """Notes the turn that the database is about to take."""
-        intended = replace(record, intended=mark)
-        self.write(intended)
-        return intended
 
-    def confirm(self, record: Record, mark: Mark) -> Record:
-        """Notes the turn that the database has taken."""
-        confirmed = replace(record, head=mark, intended=None)
-        self.write(confirmed)
-        return confirmed
+def intend(witness: Witness, record: Record, mark: Mark) -> Record:
+    """Notes the turn that the database is about to take."""
+    intended = replace(record, intended=mark)
+    witness.write(intended)
+    return intended
+
+
+def confirm(witness: Witness, record: Record, mark: Mark) -> Record:
+    """Notes the turn that the database has taken."""
+    confirmed = replace(record, head=mark, intended=None)
+    witness.write(confirmed)
+    return confirmed
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -138,9 +194,11 @@ def _lock(descriptor: int, path: Path) -> None:
             time.sleep(0.02)
 
 
-def _dump(record: Record) -> dict[str, Any]:
+def dump(record: Record) -> dict[str, Any]:
+    """The record as JSON."""
+
     def mark(m: Mark | None) -> dict[str, Any] | None:
-        return None if m is None else {"seq": m.seq, "nonce": str(m.nonce)}
+        return None if m is None else asdict(m) | {"nonce": str(m.nonce)}
 
     return {
         "format": FORMAT,
@@ -150,12 +208,22 @@ def _dump(record: Record) -> dict[str, Any]:
         "database_oid": record.database_oid,
         "head": mark(record.head),
         "intended": mark(record.intended),
+        "restrictions": list(record.restrictions),
     }
 
 
-def _load(value: Any) -> Record:
+def load(value: Any) -> Record:
+    """The record that `dump` made; ValueError, KeyError or TypeError when it did not."""
+
     def mark(m: dict[str, Any]) -> Mark:
-        return Mark(int(m["seq"]), UUID(m["nonce"]))
+        tenant = m.get("tenant")
+        return Mark(
+            int(m["seq"]),
+            UUID(m["nonce"]),
+            int(m.get("epoch", 1)),
+            None if tenant is None else str(tenant),
+            bool(m.get("sealed", False)),
+        )
 
     found = cast(dict[str, Any], value)
     if found["format"] != FORMAT:
@@ -167,4 +235,5 @@ def _load(value: Any) -> Record:
         database_oid=int(found["database_oid"]),
         head=mark(found["head"]),
         intended=None if found["intended"] is None else mark(found["intended"]),
+        restrictions=tuple(str(r) for r in found.get("restrictions", ())),
     )

@@ -50,13 +50,15 @@ class Begun(Generic[C]):
     """One open transaction: ``conn`` is psycopg's, ``tx`` is what the handler is lent.
 
     ``alive`` raises CommitWasRollback unless what was begun still stands and can be committed. ``savepoint`` is a block
-    (an async one for asyncio) that is taken back alone when it raises.
+    (an async one for asyncio) that is taken back alone when it raises. ``opening`` is what the first statement has to
+    begin with, in the same round trip; until then nothing was sent.
     """
 
     conn: C
     tx: Any
     alive: Callable[[], None]
     savepoint: Callable[[], Any]
+    opening: bytes = b""
 
 
 class Transactions(ABC):
@@ -66,8 +68,11 @@ class Transactions(ABC):
     renews: bool = True
 
     @abstractmethod
-    def begin(self) -> AbstractContextManager[Begun[Connection[Any]]]:
-        """A transaction that is committed at the end of the block, and rolled back when the block raises."""
+    def begin(self, *, held: bool = False) -> AbstractContextManager[Begun[Connection[Any]]]:
+        """A transaction that is committed at the end of the block, and rolled back when the block raises.
+
+        ``held``: it may be held back until the first statement, which then begins with `Begun.opening`.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -81,7 +86,7 @@ class AsyncTransactions(ABC):
     renews: bool = True
 
     @abstractmethod
-    def begin(self) -> AbstractAsyncContextManager[Begun[AsyncConnection[Any]]]:
+    def begin(self, *, held: bool = False) -> AbstractAsyncContextManager[Begun[AsyncConnection[Any]]]:
         """As `Transactions.begin`."""
 
     @abstractmethod

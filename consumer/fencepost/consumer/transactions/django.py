@@ -27,7 +27,7 @@ class DjangoTransactions(Transactions):
         self._alias = alias
 
     @contextmanager
-    def begin(self) -> Generator[Begun[Connection[Any]]]:
+    def begin(self, *, held: bool = False) -> Generator[Begun[Connection[Any]]]:
         connection = connections[self._alias]
         if connection.in_atomic_block:
             raise WrongTransaction(

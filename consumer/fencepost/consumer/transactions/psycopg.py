@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, LiteralString
 
 import psycopg
-from psycopg import AsyncConnection, Connection
-from psycopg.pq import TransactionStatus
+from psycopg import AsyncConnection, AsyncTransaction, Connection, Transaction
+from psycopg.pq import PipelineStatus, TransactionStatus
 
 from fencepost.consumer.connections import AsyncConnections, AsyncPool, Connections, Pool
 from fencepost.consumer.transactions import AsyncTransactions, Begun, Transactions, require_alive
@@ -35,12 +35,17 @@ class PsycopgTransactions(Transactions):
         self.renews = not isinstance(database, Connection)
 
     @contextmanager
-    def begin(self) -> Generator[Begun[Connection[Any]]]:
+    def begin(self, *, held: bool = False) -> Generator[Begun[Connection[Any]]]:
         source = self._source
         with nullcontext(source) if isinstance(source, Connection) else source.connection() as conn:
             _require_idle(conn)
-            with conn.transaction():
-                yield Begun(conn, conn, partial(require_alive, conn), _Savepoints(conn).block)
+            alive, savepoint = partial(require_alive, conn), _Savepoints(conn).block
+            if held and _takes_many(conn):
+                with _Held(conn) as transaction:
+                    yield Begun(conn, conn, alive, savepoint, transaction.opening)
+            else:
+                with conn.transaction():
+                    yield Begun(conn, conn, alive, savepoint)
 
     def close(self) -> None:
         if self._own is not None:
@@ -60,16 +65,45 @@ class AsyncPsycopgTransactions(AsyncTransactions):
         self.renews = not isinstance(database, AsyncConnection)
 
     @asynccontextmanager
-    async def begin(self) -> AsyncGenerator[Begun[AsyncConnection[Any]]]:
+    async def begin(self, *, held: bool = False) -> AsyncGenerator[Begun[AsyncConnection[Any]]]:
         source = self._source
         async with nullcontext(source) if isinstance(source, AsyncConnection) else source.connection() as conn:
             _require_idle(conn)
-            async with conn.transaction():
-                yield Begun(conn, conn, partial(require_alive, conn), _AsyncSavepoints(conn).block)
+            alive, savepoint = partial(require_alive, conn), _AsyncSavepoints(conn).block
+            if held and _takes_many(conn):
+                async with _AsyncHeld(conn) as transaction:
+                    yield Begun(conn, conn, alive, savepoint, transaction.opening)
+            else:
+                async with conn.transaction():
+                    yield Begun(conn, conn, alive, savepoint)
 
     async def close(self) -> None:
         if self._own is not None:
             await self._own.close()
+
+
+class _Held(Transaction):
+    """psycopg's transaction, but for its BEGIN, which is kept for the round trip of the first statement.
+
+    To psycopg it is entered, so that it refuses a commit or rollback inside, and ends it. Were a psycopg to begin in another
+    way, then it would have begun, and ``opening`` be empty.
+    """
+
+    opening: bytes = b""
+
+    def _get_enter_commands(self) -> Iterator[bytes]:
+        self.opening = b"".join(command + b"; " for command in super()._get_enter_commands())
+        return iter(())
+
+
+class _AsyncHeld(AsyncTransaction):
+    """As `_Held`, for asyncio."""
+
+    opening: bytes = b""
+
+    def _get_enter_commands(self) -> Iterator[bytes]:
+        self.opening = b"".join(command + b"; " for command in super()._get_enter_commands())
+        return iter(())
 
 
 class _Savepoints:
@@ -108,6 +142,11 @@ class _AsyncSavepoints:
             with suppress(psycopg.Error):  # as in _Savepoints
                 await self._conn.execute(BACK)
             raise
+
+
+def _takes_many(conn: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Whether one query may hold several statements, and psycopg begins nothing by itself before it."""
+    return conn.autocommit and conn.pgconn.pipeline_status == PipelineStatus.OFF
 
 
 def _require_idle(conn: Connection[Any] | AsyncConnection[Any]) -> None:

@@ -41,7 +41,7 @@ class SqlAlchemyTransactions(Transactions):
         self.lends = Connection if isinstance(database, Engine) else database.class_
 
     @contextmanager
-    def begin(self) -> Generator[Begun[PsycopgConnection[Any]]]:
+    def begin(self, *, held: bool = False) -> Generator[Begun[PsycopgConnection[Any]]]:
         with _pool_told(), self._new() as tx:
             tx.begin()
             try:
@@ -69,7 +69,7 @@ class AsyncSqlAlchemyTransactions(AsyncTransactions):
         self.lends = AsyncConnection if isinstance(database, AsyncEngine) else database.class_
 
     @asynccontextmanager
-    async def begin(self) -> AsyncGenerator[Begun[PsycopgAsyncConnection[Any]]]:
+    async def begin(self, *, held: bool = False) -> AsyncGenerator[Begun[PsycopgAsyncConnection[Any]]]:
         with _pool_told():
             async with self._new() as tx:
                 await tx.begin()

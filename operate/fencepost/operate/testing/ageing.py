@@ -3,7 +3,7 @@
     events        outbox, identities, ticks, acks, parked and overtaken events: retention and retries of the relay
     reservations  reservations and deliveries of the inbox: its retention
     dead letters  dead letters of the inbox
-    jobs          queued, due and changed times of jobs, the deadlines and look-ups of their effects, marks of orphaned objects
+    jobs          queued, due and changed times of jobs, their waits, the deadlines and look-ups of their effects, marks of orphaned objects
     leases        leases of running jobs, of relays and of maintenance: whoever holds them has died
 
 Identities, digests, generations and history (attempts, publications, decisions) are never touched. Messages that are at
@@ -29,7 +29,7 @@ LEASE = "lease_until"
 TABLES: dict[Aged, tuple[str, ...]] = {
     "events": ("outbox", "event_key", "tick", "ack", "parked", "overtaken", "outbox_child", "recycled"),
     "reservations": ("reservation", "delivery"),
-    "jobs": ("job", "effect", "lookup", "object"),
+    "jobs": ("job", "wait", "effect", "lookup", "object"),
     "leases": ("job", "relay", "duty"),
     "dead letters": ("dead_letter",),
 }

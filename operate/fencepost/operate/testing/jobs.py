@@ -27,6 +27,11 @@ LEFT: LiteralString = """
 SELECT count(*) FROM fencepost.job AS j
 WHERE j.class = ANY (%(classes)s)
   AND (j.exec = 'queued' AND j.run_at <= clock_timestamp() AND j.open_effects = 0
+       OR j.exec = 'waiting' AND EXISTS (
+           SELECT FROM fencepost.wait AS w LEFT JOIN fencepost.signal AS s
+               ON s.tenant = w.tenant AND s.operation = w.operation AND s.class = w.class AND s.name = w.signal
+           WHERE w.tenant = j.tenant AND w.operation = j.operation AND w.class = j.class AND w.generation = j.generation
+             AND w.answer IS NULL AND (s.n IS NOT NULL OR w.until <= clock_timestamp()))
        OR j.exec = 'running' AND (j.owner = %(owner)s OR j.lease_until <= clock_timestamp()))"""
 NOW: LiteralString = "SELECT clock_timestamp()"
 RAN: LiteralString = """
@@ -41,7 +46,7 @@ KNOWN: LiteralString = "SELECT FROM fencepost.job_class WHERE class = %(class)s"
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of one job: done, queued (to be tried again later), poison, blocked by an effect, cancelled.
+    """What became of one job: done, queued (to be tried again later), waiting, poison, blocked by an effect, cancelled.
 
     ``reason`` is a code, as `fencepost jobs show` has it; ``detail`` the name of the error that the handler raised.
     """

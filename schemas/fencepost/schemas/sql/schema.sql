@@ -323,7 +323,7 @@ CREATE TABLE fencepost.job (
     priority        integer NOT NULL DEFAULT 0,
     run_at          timestamptz NOT NULL,
     exec            text NOT NULL DEFAULT 'queued'
-                    CHECK (exec IN ('queued', 'running', 'done', 'cancelled', 'poison', 'blocked')),
+                    CHECK (exec IN ('queued', 'running', 'waiting', 'done', 'cancelled', 'poison', 'blocked')),
     mode            text NOT NULL DEFAULT 'execute' CHECK (mode IN ('execute', 'finish')),
     generation      bigint NOT NULL DEFAULT 0 CHECK (generation >= 0),
     attempts        integer NOT NULL DEFAULT 0 CHECK (attempts >= 0),
@@ -347,7 +347,8 @@ CREATE TABLE fencepost.job (
 ) WITH (fillfactor = 50);
 
 -- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
--- deleted, never changed. The priority is the priority of a queued job, or 2147483647 for the lease of a running one.
+-- deleted, never changed. The priority is the priority of a queued job, 2147483647 for the lease of a running one, or
+-- 2147483646 for what may wake a waiting one.
 -- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
 CREATE TABLE fencepost.agenda (
     class      text NOT NULL,
@@ -452,7 +453,7 @@ CREATE TABLE fencepost.effect_event (
 CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, effect_key);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', 'a7efa6077ddbb9b15635157542c51e7627bc8f095db0425e0b1fbc410e25891a');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', '9febd33585df69da5f21b7d2109e712180fd2087f6fb4576c3b8f249c27b878d');
 
 -- 0005_routing.sql
 -- Routing and parking: which events each destination answers for, what a refusal does to its key, and operators' acts.
@@ -712,6 +713,124 @@ CREATE INDEX manifest_object ON fencepost.manifest (store, object);
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0012_protected.sql', 'd37f4104f76a231aec5146665b3578389af9529cb05a1c3153c9bfbf529444e7');
 
+-- 0013_waiting.sql
+-- What jobs wait for and what they are told, how far they are, and what they returned.
+
+-- One row for each signal that a job has waited for, '' where it waited for a time alone. A waiting job is asleep in the one
+-- that has its generation.
+-- Invariant: an answer never changes while the job lives: what one run was told, every later run is told. 0 says that the
+-- time had come, any other number is a signal's.
+CREATE TABLE fencepost.wait (
+    tenant     text NOT NULL,
+    operation  text NOT NULL,
+    class      text NOT NULL,
+    signal     text NOT NULL,
+    generation bigint NOT NULL,
+    until      timestamptz,
+    answer     bigint CHECK (answer >= 0),
+    began_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class, signal)
+) WITH (fillfactor = 70);
+
+-- What somebody told a job, in a transaction of theirs. No foreign key: it would lock the job.
+CREATE TABLE fencepost.signal (
+    n         bigint GENERATED ALWAYS AS IDENTITY,
+    tenant    text NOT NULL,
+    operation text NOT NULL,
+    class     text NOT NULL,
+    name      text NOT NULL CHECK (name <> ''),
+    key       text,
+    payload   bytea NOT NULL CHECK (octet_length(payload) <= 65536),
+    actor     text,
+    login     text NOT NULL DEFAULT session_user,
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class, name, n)
+);
+CREATE UNIQUE INDEX signal_key ON fencepost.signal (tenant, operation, class, key) WHERE key IS NOT NULL;
+
+-- How far the newest attempt that said so is. What changes is in no index.
+CREATE TABLE fencepost.progress (
+    tenant    text NOT NULL,
+    operation text NOT NULL,
+    class     text NOT NULL,
+    attempt   uuid NOT NULL,
+    fraction  double precision NOT NULL CHECK (fraction BETWEEN 0 AND 1),
+    note      text NOT NULL DEFAULT '',
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class)
+) WITH (fillfactor = 50);
+
+-- What the attempt that completed a job returned, where it returned something.
+CREATE TABLE fencepost.result (
+    tenant    text NOT NULL,
+    operation text NOT NULL,
+    class     text NOT NULL,
+    attempt   uuid NOT NULL,
+    result    bytea NOT NULL CHECK (octet_length(result) <= 65536),
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class)
+);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0013_waiting.sql', '9d1c8ef9f464977e2ce285e69d1d541e6e2016bc9dad04bad4b9babedc6a579a');
+
+-- 0017_authority.sql
+-- Changes of authority: rotation, freeze, restriction, release, seal and recovery, in one hash-chained history.
+
+-- frozen: nobody begins an effect. recovered_at: what was accepted before it may have been worked on in what a restore lost.
+ALTER TABLE fencepost.installation
+    ADD COLUMN frozen boolean NOT NULL DEFAULT false,
+    ADD COLUMN recovered_at timestamptz;
+
+-- claimable: the epoch that work must stand at to be claimed; none does while the tenant is suspended.
+ALTER TABLE fencepost.tenant
+    ADD COLUMN suspended boolean NOT NULL DEFAULT false,
+    ADD COLUMN claimable bigint GENERATED ALWAYS AS (CASE WHEN suspended THEN 9223372036854775807 ELSE epoch END) STORED;
+
+-- held: taken away by a rotation or a recovery. suspect: a restore made it doubtful which effects it has begun, so it begins
+-- none that was not reconciled; quiescent_at: no call that was lost by the restore can be under way after it.
+ALTER TABLE fencepost.job
+    ADD COLUMN suspect boolean NOT NULL DEFAULT false,
+    ADD COLUMN quiescent_at timestamptz,
+    DROP CONSTRAINT job_exec_check;
+ALTER TABLE fencepost.job
+    ADD CONSTRAINT job_exec_check CHECK (exec IN ('queued', 'running', 'waiting', 'done', 'cancelled', 'poison', 'blocked', 'held')),
+    ADD CONSTRAINT job_suspect_check CHECK (NOT suspect OR quiescent_at IS NOT NULL);
+
+-- An effect that a suspect job's operator settled, and of which this database knows nothing, has no attempt and no request.
+ALTER TABLE fencepost.effect
+    ALTER COLUMN begun_by DROP NOT NULL,
+    ALTER COLUMN request_digest DROP NOT NULL;
+
+-- Begins of jobs that a restore lost, out of the runners' journals: submitted again, such a job is suspect.
+CREATE TABLE fencepost.lost_begin (
+    tenant         text NOT NULL,
+    operation      text NOT NULL,
+    class          text NOT NULL,
+    effect_key     text NOT NULL,
+    effect_attempt uuid NOT NULL,
+    found_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, operation, class, effect_key, effect_attempt)
+);
+
+CREATE TABLE fencepost.restriction (
+    kind    text NOT NULL CHECK (kind IN ('tenant', 'class', 'principal')),
+    subject text NOT NULL,
+    reason  text NOT NULL,
+    since   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (kind, subject)
+);
+
+-- sealed_start: when the server was started on which the seal was written; a seal is broken by arming elsewhere or on purpose.
+ALTER TABLE fencepost.tip ADD COLUMN sealed_start timestamptz;
+
+ALTER TABLE fencepost.authority_log DROP CONSTRAINT authority_log_kind_check;
+ALTER TABLE fencepost.authority_log ADD CONSTRAINT authority_log_kind_check CHECK (kind IN (
+    'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered'));
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0017_authority.sql', 'b63f8a981e5dee4d6d3607960f42566afa7ef4b34f5aa61e0fd2450b67633fc8');
+
 SET check_function_bodies = off;
 
 -- authority/arm.sql
@@ -724,30 +843,34 @@ $$;
 -- What the keeper of the witness compares before it arms or beats.
 CREATE OR REPLACE FUNCTION fencepost.tip(
     OUT installation uuid, OUT seq bigint, OUT nonce uuid, OUT system_identifier bigint, OUT timeline bigint,
-    OUT database_oid bigint, OUT armed boolean, OUT beat_at timestamptz)
+    OUT database_oid bigint, OUT armed boolean, OUT beat_at timestamptz, OUT epoch bigint, OUT sealed boolean)
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(),
-           (SELECT d.oid::bigint FROM pg_database AS d WHERE d.datname = current_database()), fencepost.armed(), p.beat_at
+           (SELECT d.oid::bigint FROM pg_database AS d WHERE d.datname = current_database()), fencepost.armed(), p.beat_at,
+           i.epoch_counter, p.sealed_start IS NOT NULL
     FROM fencepost.installation AS i, fencepost.tip AS p, pg_control_system() AS c
 $$;
 
--- Refuses unless the database's tip is what the witness says, on the same system and timeline.
+-- Refuses unless the database's tip is what the witness says, on the same system and timeline; a seal on both sides lets it move.
 CREATE OR REPLACE FUNCTION fencepost._require_witness(
-    p_installation uuid, p_seq bigint, p_nonce uuid, p_system_identifier bigint, p_timeline bigint, p_database_oid bigint)
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_system_identifier bigint, p_timeline bigint, p_database_oid bigint,
+    p_sealed boolean DEFAULT false)
 RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     v record;
+    v_moves boolean;
     v_hint constant text := 'an operator must find out what was restored or lost before anything acts again: fencepost doctor';
 BEGIN
     PERFORM FROM fencepost.tip FOR UPDATE;
     SELECT * INTO v FROM fencepost.tip();
+    v_moves := p_sealed AND v.sealed;
     IF v.installation <> p_installation THEN
         PERFORM fencepost._refuse('ZF002', 'the witness belongs to another installation', 'installation', 'check FENCEPOST_STATE');
-    ELSIF v.system_identifier <> p_system_identifier THEN
+    ELSIF v.system_identifier <> p_system_identifier AND NOT v_moves THEN
         PERFORM fencepost._refuse('ZF002', 'the database runs on another system than the witness saw', 'system_identifier', v_hint);
-    ELSIF v.database_oid <> p_database_oid THEN
+    ELSIF v.database_oid <> p_database_oid AND NOT v_moves THEN
         PERFORM fencepost._refuse('ZF002', 'this is another database than the witness saw: a copy or a restore', 'database', v_hint);
-    ELSIF v.timeline <> p_timeline THEN
+    ELSIF v.timeline <> p_timeline AND NOT v_moves THEN
         PERFORM fencepost._refuse('ZF002', 'the database runs on another timeline than the witness saw', 'timeline', v_hint);
     ELSIF v.seq < p_seq THEN
         PERFORM fencepost._refuse('ZF002', 'the database is behind its witness: it was restored from an older copy', 'behind', v_hint);
@@ -758,43 +881,89 @@ BEGIN
     END IF;
 END $$;
 
+-- Appends to the history of authority. Invariant: every entry's hash covers the one before it.
+-- Locks: the history, so that entries are made one after the other.
 CREATE OR REPLACE FUNCTION fencepost._log_authority(p_kind text, p_detail jsonb)
 RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     v_seq bigint;
     v_previous bytea;
 BEGIN
+    LOCK TABLE fencepost.authority_log IN SHARE ROW EXCLUSIVE MODE;
     SELECT l.seq, l.hash INTO v_seq, v_previous FROM fencepost.authority_log AS l ORDER BY l.seq DESC LIMIT 1;
     v_seq := coalesce(v_seq, 0) + 1;
     v_previous := coalesce(v_previous, ''::bytea);
     INSERT INTO fencepost.authority_log (seq, kind, detail, previous, hash)
-    VALUES (v_seq, p_kind, p_detail, v_previous,
-            sha256(v_previous || convert_to(v_seq || ' ' || p_kind || ' ' || session_user || ' ' || p_detail::text, 'UTF8')));
+    VALUES (v_seq, p_kind, p_detail, v_previous, fencepost._authority_hash(v_previous, v_seq, p_kind, session_user, p_detail));
 END $$;
 
--- Arms this database: only by equality with the witness, never inside a subtransaction.
--- Locks: gate EXCLUSIVE (waits at most five seconds for those who use authority now).
-CREATE OR REPLACE FUNCTION fencepost.arm(
-    p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
-    p_system_identifier bigint, p_timeline bigint, p_database_oid bigint)
-RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+CREATE OR REPLACE FUNCTION fencepost._authority_hash(p_previous bytea, p_seq bigint, p_kind text, p_actor text, p_detail jsonb)
+RETURNS bytea LANGUAGE sql STABLE AS $$
+    SELECT sha256(p_previous || convert_to(p_seq || ' ' || p_kind || ' ' || p_actor || ' ' || p_detail::text, 'UTF8'))
+$$;
+
+-- The last part of every way to become armed: the next turn as the tip, and a ticket of this very transaction.
+CREATE OR REPLACE FUNCTION fencepost._take_turn(p_next_seq bigint, p_next_nonce uuid)
+RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
-    LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
-    PERFORM set_config('synchronous_commit', 'on', true);
-    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
-    IF p_next_seq <> p_seq + 1 OR p_next_nonce = p_nonce THEN
-        PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
-    END IF;
-    UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp();
+    UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp(), sealed_start = NULL;
     DELETE FROM fencepost.ticket;
     INSERT INTO fencepost.ticket (xid, postmaster_start, database_oid, table_oid, system_identifier, timeline, nonce)
     SELECT pg_current_xact_id(), pg_postmaster_start_time(), d.oid, 'fencepost.ticket'::regclass::oid,
-           p_system_identifier, p_timeline, p_next_nonce
-    FROM pg_database AS d WHERE d.datname = current_database();
+           c.system_identifier, fencepost._timeline(), p_next_nonce
+    FROM pg_database AS d, pg_control_system() AS c WHERE d.datname = current_database();
     IF NOT fencepost.armed() THEN
-        PERFORM fencepost._refuse('ZF004', 'arm was called inside a subtransaction', 'subtransaction', 'call it as a transaction of its own');
+        PERFORM fencepost._refuse('ZF004', 'it was called inside a subtransaction', 'subtransaction', 'call it as a transaction of its own');
     END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION fencepost._require_next(p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF (p_next_seq = p_seq + 1 AND p_next_nonce <> p_nonce) IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
+    END IF;
+END $$;
+
+-- Arms this database: only by equality with the witness, never inside a subtransaction. A rotation or a restriction that the
+-- witness was told of and this database was not is made now. A sealed database stays disarmed where the seal was written, until
+-- it is restarted, moved, or armed on purpose (`p_unseal`).
+-- Locks: gate EXCLUSIVE (waits at most five seconds for those who use authority now).
+CREATE OR REPLACE FUNCTION fencepost.arm(
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
+    p_system_identifier bigint, p_timeline bigint, p_database_oid bigint,
+    p_epoch bigint, p_tenant text, p_restrictions text[], p_sealed boolean, p_unseal boolean)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_counter bigint;
+    v_made text[];
+BEGIN
+    LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid, p_sealed);
+    PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
+    IF NOT p_unseal AND EXISTS (SELECT FROM fencepost.tip AS t WHERE t.sealed_start = pg_postmaster_start_time())
+       AND EXISTS (SELECT FROM fencepost.tip() AS t WHERE t.system_identifier = p_system_identifier AND t.timeline = p_timeline
+                                                      AND t.database_oid = p_database_oid) THEN
+        PERFORM fencepost._refuse('ZF002', 'the database is sealed for a planned move', 'sealed',
+            'move or restart it, or break the seal: fencepost authority arm');
+    END IF;
+    SELECT i.epoch_counter INTO STRICT v_counter FROM fencepost.installation AS i;
+    IF (p_epoch >= v_counter) IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF002', 'the witness knows only older epochs than this database', 'epoch',
+            'the witness is stale; an operator must decide: fencepost doctor');
+    END IF;
+    PERFORM fencepost._take_turn(p_next_seq, p_next_nonce);
     PERFORM fencepost._log_authority('armed', jsonb_build_object('seq', p_next_seq, 'nonce', p_next_nonce));
+    v_made := fencepost._restrict(p_restrictions, 'the witness says so');
+    IF cardinality(v_made) > 0 THEN
+        PERFORM fencepost._log_authority('restricted', jsonb_build_object('restrictions', v_made, 'rolled_forward', true));
+    END IF;
+    IF p_epoch > v_counter THEN
+        -- Crash here: [V] the witness was told of a rotation, and its transaction here was lost.
+        PERFORM fencepost._rotate(p_tenant, p_epoch);
+        PERFORM fencepost._log_authority('rotated', jsonb_build_object('epoch', p_epoch, 'tenant', p_tenant, 'rolled_forward', true));
+    END IF;
 END $$;
 
 -- One beat of the witness: advances the tip by compare-and-set. A disarmed database does not beat.
@@ -806,9 +975,7 @@ BEGIN
     PERFORM fencepost._enter();
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
-    IF p_next_seq <> p_seq + 1 OR p_next_nonce = p_nonce THEN
-        PERFORM fencepost._refuse('ZF003', 'next must follow the tip by one under a new nonce', 'next', NULL);
-    END IF;
+    PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
     UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp();
 END $$;
 
@@ -885,6 +1052,8 @@ BEGIN
     IF NOT fencepost.armed() THEN
         PERFORM fencepost._refuse('ZF001', 'this database is not armed', 'armed',
             'after a plain restart any relay or worker re-arms it; after a restore an operator must decide: fencepost doctor');
+    ELSIF EXISTS (SELECT FROM fencepost.restriction AS r WHERE r.kind = 'principal' AND r.subject = session_user) THEN
+        PERFORM fencepost._refuse('ZF061', 'this login is revoked', 'principal', 'an authority admin may lift it: fencepost authority lift');
     END IF;
 END $$;
 
@@ -894,6 +1063,272 @@ RETURNS bigint LANGUAGE sql STABLE AS $$
     SELECT greatest(i.floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = p_tenant))
     FROM fencepost.installation AS i
 $$;
+
+
+-- authority/freeze.sql
+-- Freezes a tenant, or (null) everybody: no effect begins until the thaw; what runs goes on, records and publishes.
+CREATE OR REPLACE FUNCTION fencepost.freeze(p_tenant text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._set_frozen(p_tenant, true, p_version, p_actor, p_reason, p_evidence);
+END $$;
+
+-- Lets effects begin again; unknown ones stay unknown. A tenant's own freeze and everybody's are thawed each for itself.
+CREATE OR REPLACE FUNCTION fencepost.thaw(p_tenant text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._set_frozen(p_tenant, false, p_version, p_actor, p_reason, p_evidence);
+END $$;
+
+CREATE OR REPLACE FUNCTION fencepost._set_frozen(
+    p_tenant text, p_frozen boolean, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._change(p_version);
+    IF p_tenant IS NULL THEN
+        UPDATE fencepost.installation SET frozen = p_frozen;
+    ELSE
+        PERFORM fencepost._require_identity('tenant', p_tenant);
+        INSERT INTO fencepost.tenant (tenant, epoch, frozen) VALUES (p_tenant, fencepost._epoch(p_tenant), p_frozen)
+        ON CONFLICT (tenant) DO UPDATE SET frozen = p_frozen, changed_at = clock_timestamp();
+    END IF;
+    PERFORM fencepost._log_authority(CASE WHEN p_frozen THEN 'frozen' ELSE 'thawed' END, jsonb_build_object(
+        'tenant', p_tenant, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+END $$;
+
+-- Whether a tenant's begins are frozen, by its own freeze or by everybody's.
+CREATE OR REPLACE FUNCTION fencepost._frozen(p_tenant text)
+RETURNS boolean LANGUAGE sql STABLE AS $$
+    SELECT i.frozen OR coalesce((SELECT t.frozen FROM fencepost.tenant AS t WHERE t.tenant = p_tenant), false)
+    FROM fencepost.installation AS i
+$$;
+
+
+-- authority/holds.sql
+-- What does not proceed by itself, whose it is, how much and since when; what `can resume` needs a release and nothing else.
+CREATE OR REPLACE FUNCTION fencepost.holds()
+RETURNS TABLE (what text, owner text, tenant text, class text, count bigint, oldest timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT 'disarmed', 'authority admin', NULL::text, NULL::text, 1::bigint, NULL::timestamptz WHERE NOT fencepost.armed()
+    UNION ALL
+    SELECT 'frozen', 'authority admin', NULL, NULL, 1, NULL FROM fencepost.installation AS i WHERE i.frozen
+    UNION ALL
+    SELECT 'frozen', 'authority admin', t.tenant, NULL, 1, t.changed_at FROM fencepost.tenant AS t WHERE t.frozen
+    UNION ALL
+    SELECT CASE r.kind WHEN 'tenant' THEN 'suspended' WHEN 'class' THEN 'disabled' ELSE 'revoked: ' || r.subject END, 'authority admin',
+           CASE r.kind WHEN 'tenant' THEN r.subject END, CASE r.kind WHEN 'class' THEN r.subject END, 1, r.since
+    FROM fencepost.restriction AS r
+    UNION ALL
+    (SELECT CASE WHEN j.exec = 'poison' THEN 'poison'
+                 WHEN j.suspect AND NOT coalesce(k.policy = 'strict' AND j.applied_effects > 0, false) THEN 'effects suspect'
+                 ELSE 'can resume' END AS what,
+            CASE WHEN j.exec = 'poison' THEN 'operator'
+                 WHEN j.suspect AND NOT coalesce(k.policy = 'strict' AND j.applied_effects > 0, false)
+                 THEN coalesce(k.assignee, 'operator') ELSE 'authority admin' END AS owner,
+            j.tenant, j.class, count(*), min(j.changed_at)
+     FROM fencepost.job AS j
+     CROSS JOIN fencepost.installation AS i LEFT JOIN fencepost.tenant AS t ON t.tenant = j.tenant
+     LEFT JOIN fencepost.job_class AS k ON k.class = j.class
+     WHERE j.exec IN ('held', 'poison') OR j.exec IN ('queued', 'waiting') AND j.epoch <> greatest(i.floor, t.epoch)
+     GROUP BY 1, 2, 3, 4)
+    UNION ALL
+    SELECT 'effect unknown', e.assignee, e.tenant, e.class, count(*), min(e.unknown_since)
+    FROM fencepost.effect AS e WHERE e.state = 'unknown' GROUP BY e.assignee, e.tenant, e.class
+    UNION ALL
+    SELECT 'begun, and its job is lost', 'operator', b.tenant, b.class, count(*), min(b.found_at)
+    FROM fencepost.lost_begin AS b GROUP BY b.tenant, b.class
+$$;
+
+-- The first entry of the history whose hash does not follow from the one before it; null when the whole chain holds.
+CREATE OR REPLACE FUNCTION fencepost.verify_authority()
+RETURNS bigint LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT min(l.seq) FROM (
+        SELECT l.seq, l.hash = fencepost._authority_hash(l.previous, l.seq, l.kind, l.actor, l.detail)
+               AND l.previous = coalesce(lag(l.hash) OVER (ORDER BY l.seq), ''::bytea)
+               AND l.seq = coalesce(lag(l.seq) OVER (ORDER BY l.seq), 0) + 1 AS holds
+        FROM fencepost.authority_log AS l) AS l
+    WHERE NOT l.holds
+$$;
+
+
+-- authority/recover.sql
+-- Brings a restored database back: under an epoch beyond the witness's, frozen, with everything held. What may have been begun
+-- in what the restore lost is unknown until there is evidence; every job that is not done is suspect; nobody's lease counts.
+-- Refused while the database is armed: there is nothing to recover. The caller has told the witness first.
+-- Crash here: [U] until this commits the database is as disarmed as before; after it the witness's intended turn is its tip.
+-- Locks: gate EXCLUSIVE, then the outbox and the jobs, so that no acceptance is under way; waits at most five seconds for each.
+CREATE OR REPLACE FUNCTION fencepost.recover(
+    p_installation uuid, p_next_seq bigint, p_next_nonce uuid, p_epoch bigint, p_restrictions text[], p_numbers bigint,
+    p_actor text, p_reason text, p_evidence text,
+    OUT epoch bigint, OUT era integer, OUT jobs bigint, OUT unknown bigint, OUT unsent bigint)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        PERFORM fencepost._refuse('ZF004', 'a recovery needs READ COMMITTED', 'isolation', 'use a read committed transaction');
+    ELSIF p_numbers IS NULL OR p_numbers NOT BETWEEN 0 AND 1000000000000 THEN
+        PERFORM fencepost._refuse('ZF003', 'numbers is not between 0 and 10^12', 'numbers', NULL);
+    END IF;
+    LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    LOCK TABLE fencepost.outbox, fencepost.job IN SHARE ROW EXCLUSIVE MODE;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    IF fencepost.armed() THEN
+        PERFORM fencepost._refuse('ZF003', 'the database is armed: there is nothing to recover', 'armed', 'see: fencepost authority status');
+    ELSIF p_installation IS DISTINCT FROM (SELECT i.id FROM fencepost.installation AS i) THEN
+        PERFORM fencepost._refuse('ZF002', 'the witness belongs to another installation', 'installation', 'check FENCEPOST_STATE');
+    ELSIF (p_epoch > (SELECT i.epoch_counter FROM fencepost.installation AS i)) IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF003', 'the epoch is not beyond this database''s', 'epoch', NULL);
+    ELSIF (p_next_seq > (SELECT t.seq FROM fencepost.tip AS t)) IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF003', 'the turn is not beyond this database''s', 'next', NULL);
+    END IF;
+    UPDATE fencepost.installation AS i SET epoch_counter = p_epoch, floor = p_epoch, frozen = true, era = i.era + 1,
+        recovered_at = clock_timestamp()
+    RETURNING i.era INTO era;
+    epoch := p_epoch;
+    unknown := fencepost._doubt_effects();
+    jobs := fencepost._doubt_jobs();
+    PERFORM fencepost._rebuild_agenda();
+    unsent := fencepost._begin_era(era, p_numbers);
+    DELETE FROM fencepost.relay;
+    DELETE FROM fencepost.duty;
+    PERFORM fencepost._take_turn(p_next_seq, p_next_nonce);
+    PERFORM fencepost._restrict(p_restrictions, 'the witness says so');
+    PERFORM fencepost._log_authority('recovered', jsonb_build_object('epoch', epoch, 'era', era, 'jobs', jobs, 'unknown', unknown,
+        'unsent', unsent, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+END $$;
+
+-- Effects of jobs that are not done: pending ones, and those that are said not to have happened, are unknown, for they may
+-- have been begun since; attempts are forgotten, and no call counts as over before the longest of its class is.
+CREATE OR REPLACE FUNCTION fencepost._doubt_effects()
+RETURNS bigint LANGUAGE sql AS $$
+    WITH doubted AS (
+        UPDATE fencepost.effect AS e SET
+            state = CASE WHEN d.doubtful THEN 'unknown' ELSE e.state END,
+            version = e.version + CASE WHEN d.doubtful THEN 1 ELSE 0 END,
+            reason = CASE WHEN d.doubtful THEN 'recovered' ELSE e.reason END,
+            decision_id = CASE WHEN d.doubtful THEN NULL ELSE e.decision_id END,
+            changed_at = CASE WHEN d.doubtful THEN clock_timestamp() ELSE e.changed_at END,
+            effect_attempt = NULL,
+            dispatch_deadline = clock_timestamp() + d.longest, quiescent_at = clock_timestamp() + d.longest
+        FROM (SELECT o.tenant, o.operation, o.effect_key, o.state AS was, o.effect_attempt AS attempt,
+                     o.state IN ('pending', 'failed_before_dispatch', 'resolved_not_applied') AS doubtful,
+                     fencepost._longest_call(o.class) AS longest
+              FROM fencepost.effect AS o
+              JOIN fencepost.job AS j ON j.tenant = o.tenant AND j.operation = o.operation AND j.class = o.class
+              WHERE j.exec <> 'done') AS d
+        WHERE e.tenant = d.tenant AND e.operation = d.operation AND e.effect_key = d.effect_key
+        RETURNING e.*, d.was, d.attempt, d.doubtful
+    ), told AS (
+        INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, receipt, reason, version)
+        SELECT d.tenant, d.operation, d.effect_key, d.attempt, d.was, d.state, d.receipt, 'recovered', d.version
+        FROM doubted AS d WHERE d.doubtful)
+    SELECT count(*) FROM doubted AS d WHERE d.state = 'unknown'
+$$;
+
+-- Every job that is not done: taken away from whoever had it, suspect, and blocked, held, or as cancelled or poison as it was.
+CREATE OR REPLACE FUNCTION fencepost._doubt_jobs()
+RETURNS bigint LANGUAGE sql AS $$
+    WITH doubted AS (
+        UPDATE fencepost.job AS j SET
+            exec = CASE WHEN j.exec IN ('cancelled', 'poison') THEN j.exec WHEN d.open > 0 THEN 'blocked' ELSE 'held' END,
+            generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
+            open_effects = d.open, applied_effects = d.applied,
+            suspect = true, quiescent_at = clock_timestamp() + d.longest,
+            reason = CASE WHEN j.exec IN ('cancelled', 'poison') THEN j.reason WHEN d.open > 0 THEN 'effect_unknown' ELSE 'old_epoch' END,
+            detail = CASE WHEN j.exec IN ('cancelled', 'poison') THEN j.detail ELSE 'recovered' END, changed_at = clock_timestamp()
+        FROM (SELECT o.tenant, o.operation, o.class, fencepost._longest_call(o.class) AS longest,
+                     count(e.state) FILTER (WHERE e.state IN ('pending', 'unknown')) AS open,
+                     count(e.state) FILTER (WHERE e.state IN ('success', 'resolved_applied')) AS applied
+              FROM fencepost.job AS o
+              LEFT JOIN fencepost.effect AS e ON e.tenant = o.tenant AND e.operation = o.operation AND e.class = o.class
+              WHERE o.exec <> 'done' GROUP BY o.tenant, o.operation, o.class) AS d
+        WHERE j.tenant = d.tenant AND j.operation = d.operation AND j.class = d.class
+        RETURNING 1)
+    SELECT count(*) FROM doubted
+$$;
+
+-- The agenda anew from the jobs, whatever was in it.
+CREATE OR REPLACE FUNCTION fencepost._rebuild_agenda()
+RETURNS void LANGUAGE sql AS $$
+    DELETE FROM fencepost.agenda;
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+    SELECT j.class, CASE j.exec WHEN 'queued' THEN j.priority ELSE 2147483647 END,
+           greatest(CASE j.exec WHEN 'queued' THEN j.run_at ELSE j.lease_until END, clock_timestamp()),
+           j.tenant, j.operation, j.generation, j.epoch
+    FROM fencepost.job AS j WHERE j.exec IN ('queued', 'running')
+$$;
+
+-- A new era of the outbox: what every slot has not acked is the rest of a page between its first two ticks; slots are free,
+-- under new generations. Numbers go on `p_numbers` later, beyond those that were given in what the restore lost.
+-- Invariant: no enqueue is under way, and every event that is there is visible to the second tick: transaction ids that this
+-- server has not reached yet are another server's, and count as the oldest.
+CREATE OR REPLACE FUNCTION fencepost._begin_era(p_era integer, p_numbers bigint)
+RETURNS bigint LANGUAGE plpgsql SET enable_seqscan = off AS $$
+DECLARE
+    v_n bigint;
+    v_hint bigint;
+    v_snap pg_snapshot;
+    v_unsent record;
+BEGIN
+    SELECT array_agg(p.destination) AS destinations, array_agg(p.slot) AS slots, array_agg(p.first) AS firsts,
+           coalesce(sum(p.count) FILTER (WHERE p.destination <> '-'), 0) AS count INTO v_unsent
+    FROM (
+        SELECT s.destination, s.slot, min(o.seq) AS first, count(o.seq) AS count
+        FROM fencepost.slot AS s
+        JOIN fencepost.destination AS d ON d.destination = s.destination
+        LEFT JOIN LATERAL (SELECT k.era, k.acked_tick, k.end_tick, k.position FROM fencepost.ack AS k
+                           WHERE k.destination = s.destination AND k.slot = s.slot ORDER BY k.n DESC LIMIT 1) AS a ON true
+        LEFT JOIN fencepost.tick AS t ON t.era = coalesce(a.era, d.start_era) AND t.n = coalesce(a.acked_tick, d.start_tick)
+        LEFT JOIN fencepost.tick AS e ON e.era = coalesce(a.era, d.start_era) AND e.n = coalesce(a.end_tick, d.start_tick)
+        LEFT JOIN LATERAL (
+            SELECT m.seq, m.xid FROM fencepost.outbox AS m WHERE m.slot = s.slot AND m.seq > coalesce(t.hint, 0)
+            UNION ALL
+            SELECT l.seq, l.xid FROM fencepost.outbox AS l
+            WHERE l.slot = s.slot AND l.seq <= t.hint
+              AND (l.xid = ANY (t.snap_xip) OR l.xid >= t.snap_xmax AND l.xid < t.next)) AS o
+          ON NOT (o.seq <= coalesce(a.position, 0) AND coalesce(pg_visible_in_snapshot(o.xid, e.snap), false))
+        GROUP BY s.destination, s.slot) AS p;
+    -- Sent again with the rest of their slot, in order.
+    DELETE FROM fencepost.parked AS p
+    USING unnest(v_unsent.destinations, v_unsent.slots, v_unsent.firsts) AS u (destination, slot, first)
+    WHERE p.destination = u.destination AND p.slot = u.slot AND p.seq >= u.first;
+
+    SELECT pg_current_snapshot() INTO v_snap;
+    UPDATE fencepost.outbox AS o SET xid = '3' WHERE o.xid >= pg_snapshot_xmin(v_snap);
+    PERFORM setval('fencepost.outbox_seq', greatest(s.last_value + p_numbers, 1), s.is_called OR p_numbers > 0)
+    FROM fencepost.outbox_seq AS s;
+    SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_hint FROM fencepost.outbox_seq AS s;
+    SELECT coalesce(max(t.n), 0) + 1 INTO v_n FROM fencepost.tick AS t;
+    DELETE FROM fencepost.tick;
+    INSERT INTO fencepost.tick (era, n, snap, hint, next, snap_xmax, snap_xip)
+    VALUES (p_era, v_n, '3:3:', 0, '3', '3', '{}'),
+           (p_era, v_n + 1, v_snap, v_hint, pg_current_xact_id(), pg_snapshot_xmax(v_snap), ARRAY(SELECT pg_snapshot_xip(v_snap)));
+    UPDATE fencepost.destination SET start_era = p_era, start_tick = v_n + 1;
+    UPDATE fencepost.slot AS s SET owner = NULL, generation = s.generation + 1;
+    INSERT INTO fencepost.ack (child, destination, slot, n, era, acked_tick, end_tick, position, generation)
+    SELECT i.ack_child, s.destination, s.slot, nextval('fencepost.ack_seq'), p_era,
+           CASE WHEN u.first IS NULL THEN v_n + 1 ELSE v_n END,
+           CASE WHEN u.first = 1 THEN v_n ELSE v_n + 1 END,
+           CASE WHEN u.first IS NULL THEN 0 ELSE u.first - 1 END, s.generation
+    FROM fencepost.slot AS s
+    JOIN unnest(v_unsent.destinations, v_unsent.slots, v_unsent.firsts) AS u (destination, slot, first)
+      ON u.destination = s.destination AND u.slot = s.slot
+    CROSS JOIN fencepost.installation AS i;
+    RETURN v_unsent.count;
+END $$;
+
+-- Notes a begin of a job that this database does not have, as a runner's journal says; false when it is noted already.
+CREATE OR REPLACE FUNCTION fencepost.note_lost_begin(p_tenant text, p_operation text, p_class text, p_effect_key text, p_effect_attempt uuid)
+RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._enter();
+    INSERT INTO fencepost.lost_begin (tenant, operation, class, effect_key, effect_attempt)
+    VALUES (p_tenant, p_operation, p_class, p_effect_key, p_effect_attempt) ON CONFLICT DO NOTHING;
+    RETURN FOUND;
+END $$;
 
 
 -- authority/refuse.sql
@@ -920,12 +1355,320 @@ BEGIN
 END $$;
 
 
+-- authority/release_held.sql
+-- Gives held work, and queued work of an older epoch, the current epoch: at most `p_limit` jobs of a tenant, a class, an
+-- operation or everybody, beyond `p_after`. Jobs with an open effect stay as they are; a named one is refused (ZF030). What
+-- has no attempt left becomes poison. `after` is where to go on, null at the end.
+-- Locks: gate, then the jobs in the order of their keys.
+CREATE OR REPLACE FUNCTION fencepost.release_held(
+    p_tenant text, p_class text, p_operation text, p_limit integer, p_after text[], p_version bigint, p_actor text, p_reason text,
+    p_evidence text, OUT released bigint, OUT open bigint, OUT after text[])
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_keys record;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 10000 THEN
+        PERFORM fencepost._refuse('ZF003', 'limit is not between 1 and 10000', 'limit', NULL);
+    ELSIF p_operation IS NOT NULL AND (p_tenant IS NULL OR p_class IS NULL) THEN
+        PERFORM fencepost._refuse('ZF003', 'an operation needs its tenant and class', 'operation', NULL);
+    END IF;
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    PERFORM fencepost._require_authority_version(p_version);
+    IF EXISTS (SELECT FROM fencepost.restriction AS r
+               WHERE r.kind = 'tenant' AND r.subject = p_tenant OR r.kind = 'class' AND r.subject = p_class) THEN
+        PERFORM fencepost._refuse('ZF061', 'the tenant is suspended, or the class is disabled', 'restriction',
+            'lift it first: fencepost authority lift');
+    END IF;
+    IF p_operation IS NOT NULL THEN
+        PERFORM FROM fencepost.job AS j
+        WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
+        IF NOT FOUND THEN
+            PERFORM fencepost._refuse('ZF050', 'there is no such job', 'operation', 'check tenant, operation and class');
+        ELSIF EXISTS (SELECT FROM fencepost.job AS j
+                      WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class AND j.open_effects > 0) THEN
+            PERFORM fencepost._refuse('ZF030', 'an effect of this job is pending or unknown', 'effect', 'reconcile it first');
+        END IF;
+    END IF;
+    -- First the locks, then (in a later statement) the look.
+    WITH found AS MATERIALIZED (
+        SELECT j.tenant, j.operation, j.class FROM fencepost.job AS j
+        CROSS JOIN fencepost.installation AS i LEFT JOIN fencepost.tenant AS t ON t.tenant = j.tenant
+        WHERE j.exec IN ('held', 'queued', 'waiting', 'blocked') AND (j.exec IN ('held', 'blocked') OR j.epoch <> greatest(i.floor, t.epoch))
+          AND j.tenant = coalesce(p_tenant, j.tenant) AND j.class = coalesce(p_class, j.class)
+          AND j.operation = coalesce(p_operation, j.operation)
+          AND (p_after IS NULL OR (j.tenant, j.operation, j.class) > (p_after[1], p_after[2], p_after[3]))
+        ORDER BY j.tenant, j.operation, j.class LIMIT p_limit FOR NO KEY UPDATE OF j)
+    SELECT array_agg(f.tenant) AS tenants, array_agg(f.operation) AS operations, array_agg(f.class) AS classes INTO v_keys FROM found AS f;
+    released := 0;
+    open := 0;
+    IF v_keys.tenants IS NULL THEN
+        RETURN;
+    END IF;
+    IF cardinality(v_keys.tenants) = p_limit THEN
+        after := ARRAY[v_keys.tenants[p_limit], v_keys.operations[p_limit], v_keys.classes[p_limit]];
+    END IF;
+    WITH looked AS (
+        SELECT j.tenant, j.operation, j.class, fencepost._epoch(j.tenant) AS epoch,
+               CASE WHEN j.exec <> 'held' THEN NULL
+                    WHEN k.policy = 'strict' AND j.applied_effects > 0 AND j.finishes >= k.max_finishes THEN 'finishes_exhausted'
+                    WHEN NOT (k.policy = 'strict' AND j.applied_effects > 0) AND j.attempts >= k.max_attempts
+                    THEN 'attempts_exhausted' END AS exhausted
+        FROM unnest(v_keys.tenants, v_keys.operations, v_keys.classes) AS u (tenant, operation, class)
+        JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
+        LEFT JOIN fencepost.job_class AS k ON k.class = j.class
+        WHERE j.open_effects = 0 AND j.exec IN ('held', 'queued', 'waiting')
+          AND NOT EXISTS (SELECT FROM fencepost.restriction AS r
+                          WHERE r.kind = 'tenant' AND r.subject = j.tenant OR r.kind = 'class' AND r.subject = j.class)
+    ), moved AS (
+        UPDATE fencepost.job AS j SET epoch = l.epoch,
+            exec = CASE WHEN j.exec <> 'held' THEN j.exec WHEN l.exhausted IS NULL THEN 'queued' ELSE 'poison' END,
+            run_at = CASE j.exec WHEN 'held' THEN clock_timestamp() ELSE j.run_at END,
+            reason = coalesce(l.exhausted, CASE j.exec WHEN 'waiting' THEN j.reason ELSE 'released' END), changed_at = clock_timestamp()
+        FROM looked AS l
+        WHERE j.tenant = l.tenant AND j.operation = l.operation AND j.class = l.class
+        RETURNING 1)
+    SELECT count(*) INTO released FROM moved;
+    SELECT count(*) INTO open
+    FROM unnest(v_keys.tenants, v_keys.operations, v_keys.classes) AS u (tenant, operation, class)
+    JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
+    WHERE j.open_effects > 0;
+    IF released > 0 THEN
+        PERFORM fencepost._log_authority('released', jsonb_build_object('tenant', p_tenant, 'class', p_class,
+            'operation', p_operation, 'released', released, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+    END IF;
+END $$;
+
+
+-- authority/restrict.sql
+-- Puts every restriction (kind:subject) that is not there yet into force, under the gate; returns those. Work of a suspended
+-- tenant or a disabled class is taken away from its attempts and not claimed; a revoked login is refused everything.
+CREATE OR REPLACE FUNCTION fencepost._restrict(p_restrictions text[], p_reason text)
+RETURNS text[] LANGUAGE plpgsql AS $$
+DECLARE
+    v_one text;
+    v_kind text;
+    v_subject text;
+    v_made text[] := '{}';
+BEGIN
+    FOREACH v_one IN ARRAY coalesce(p_restrictions, '{}') LOOP
+        v_kind := split_part(v_one, ':', 1);
+        v_subject := substr(v_one, length(v_kind) + 2);
+        IF v_kind NOT IN ('tenant', 'class', 'principal') THEN
+            PERFORM fencepost._refuse('ZF003', 'a restriction is not of a tenant, a class or a principal', 'kind', NULL);
+        END IF;
+        PERFORM fencepost._require_identity('subject', v_subject);
+        INSERT INTO fencepost.restriction (kind, subject, reason) VALUES (v_kind, v_subject, p_reason) ON CONFLICT DO NOTHING;
+        CONTINUE WHEN NOT FOUND;
+        v_made := v_made || v_one;
+        IF v_kind = 'tenant' THEN
+            INSERT INTO fencepost.tenant (tenant, epoch, suspended) VALUES (v_subject, fencepost._epoch(v_subject), true)
+            ON CONFLICT (tenant) DO UPDATE SET suspended = true, changed_at = clock_timestamp();
+            PERFORM fencepost._hold_running(v_subject, NULL, 'suspended');
+        ELSIF v_kind = 'class' THEN
+            PERFORM fencepost._hold_running(NULL, v_subject, 'disabled');
+        END IF;
+    END LOOP;
+    RETURN v_made;
+END $$;
+
+-- Lifts a restriction; what it took away stays held until it is released. Returns false when there is none.
+CREATE OR REPLACE FUNCTION fencepost.lift(p_kind text, p_subject text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._change(p_version);
+    DELETE FROM fencepost.restriction AS r WHERE r.kind = p_kind AND r.subject = p_subject;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    UPDATE fencepost.tenant SET suspended = false, changed_at = clock_timestamp() WHERE p_kind = 'tenant' AND tenant = p_subject;
+    PERFORM fencepost._log_authority('lifted', jsonb_build_object(
+        'restriction', p_kind || ':' || p_subject, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+    RETURN true;
+END $$;
+
+-- Of these classes, those that are not disabled.
+CREATE OR REPLACE FUNCTION fencepost._enabled(p_classes text[])
+RETURNS text[] LANGUAGE sql STABLE AS $$
+    SELECT coalesce(array_agg(u.class), '{}') FROM unnest(p_classes) AS u (class)
+    WHERE NOT EXISTS (SELECT FROM fencepost.restriction AS r WHERE r.kind = 'class' AND r.subject = u.class)
+$$;
+
+
+-- authority/rotate.sql
+-- Begins a change of authority: takes the gate for the rest of the caller's transaction, and refuses unless this database is
+-- armed, equal to its witness, and at the version of the history that was looked at (null: whatever it is).
+-- Locks: gate EXCLUSIVE (waits at most five seconds for those who use authority now).
+CREATE OR REPLACE FUNCTION fencepost.begin_change(
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_system_identifier bigint, p_timeline bigint, p_database_oid bigint, p_version bigint)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._change(p_version);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
+END $$;
+
+-- What every change of authority in an armed database begins with.
+CREATE OR REPLACE FUNCTION fencepost._change(p_version bigint)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        PERFORM fencepost._refuse('ZF004', 'a change of authority needs READ COMMITTED', 'isolation', 'use a read committed transaction');
+    END IF;
+    LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    PERFORM fencepost._require_authority_version(p_version);
+END $$;
+
+CREATE OR REPLACE FUNCTION fencepost._require_authority_version(p_version bigint)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF p_version IS NOT NULL AND p_version <> (SELECT max(l.seq) FROM fencepost.authority_log AS l) THEN
+        PERFORM fencepost._refuse('ZF035', 'authority changed since it was looked at', 'version', 'look again: fencepost authority status');
+    END IF;
+END $$;
+
+-- Takes this database's authority away: only `arm`, `rotate` and `recover` give it back. Takes no gate, for whoever changes
+-- authority holds it on another session; transactions under way that passed it still end.
+CREATE OR REPLACE FUNCTION fencepost.disarm()
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM set_config('synchronous_commit', 'on', true);
+    DELETE FROM fencepost.ticket;
+END $$;
+
+-- Makes the turn that the witness was told of, and arms: a new epoch for a tenant or (null) for everybody where `p_epoch` is
+-- new, and every restriction that is not there yet. Refused while the database is armed: a change whose commit is lost must
+-- leave nothing armed that the witness knows to be old.
+-- Crash here: [V] between the witness and this commit everything is refused; the next arm makes the change.
+-- Locks: gate EXCLUSIVE, then the running jobs.
+CREATE OR REPLACE FUNCTION fencepost.rotate(
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
+    p_system_identifier bigint, p_timeline bigint, p_database_oid bigint,
+    p_epoch bigint, p_tenant text, p_restrictions text[], p_actor text, p_reason text, p_evidence text,
+    OUT held bigint, OUT blocked bigint)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_counter bigint;
+    v_made text[];
+    v_detail jsonb;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    IF p_tenant IS NOT NULL THEN
+        PERFORM fencepost._require_identity('tenant', p_tenant);
+    END IF;
+    LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
+    PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
+    SELECT i.epoch_counter INTO STRICT v_counter FROM fencepost.installation AS i;
+    IF fencepost.armed() THEN
+        PERFORM fencepost._refuse('ZF003', 'the database is armed: its witness would run ahead of it', 'armed',
+            'disarm it, tell the witness, then rotate: fencepost authority rotate');
+    ELSIF (p_epoch BETWEEN v_counter AND v_counter + 1) IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF003', 'the epoch does not follow this database''s', 'epoch', NULL);
+    END IF;
+    PERFORM fencepost._take_turn(p_next_seq, p_next_nonce);
+    v_detail := jsonb_build_object('actor', p_actor, 'reason', p_reason, 'evidence', p_evidence);
+    held := 0;
+    blocked := 0;
+    IF p_epoch > v_counter THEN
+        SELECT r.held, r.blocked INTO held, blocked FROM fencepost._rotate(p_tenant, p_epoch) AS r;
+        PERFORM fencepost._log_authority('rotated', v_detail || jsonb_build_object(
+            'epoch', p_epoch, 'tenant', p_tenant, 'held', held, 'blocked', blocked));
+    END IF;
+    v_made := fencepost._restrict(p_restrictions, p_reason);
+    IF cardinality(v_made) > 0 THEN
+        PERFORM fencepost._log_authority('restricted', v_detail || jsonb_build_object('restrictions', v_made));
+    END IF;
+END $$;
+
+-- A new epoch, under the gate: frozen until the thaw; running work is taken away from its attempts, queued work is held by
+-- comparison.
+CREATE OR REPLACE FUNCTION fencepost._rotate(p_tenant text, p_epoch bigint, OUT held bigint, OUT blocked bigint)
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF p_tenant IS NULL THEN
+        UPDATE fencepost.installation SET epoch_counter = p_epoch, floor = p_epoch, frozen = true;
+    ELSE
+        UPDATE fencepost.installation SET epoch_counter = p_epoch;
+        INSERT INTO fencepost.tenant AS t (tenant, epoch, frozen) VALUES (p_tenant, p_epoch, true)
+        ON CONFLICT (tenant) DO UPDATE SET epoch = p_epoch, frozen = true, changed_at = clock_timestamp();
+    END IF;
+    SELECT r.held, r.blocked INTO held, blocked FROM fencepost._hold_running(p_tenant, NULL, 'old_epoch') AS r;
+END $$;
+
+-- Takes running jobs of a tenant, a class or everybody away from their attempts: held, or blocked by what they left pending.
+-- Found by the pointers to their leases. Nobody else has them: the gate is held.
+CREATE OR REPLACE FUNCTION fencepost._hold_running(p_tenant text, p_class text, p_reason text, OUT held bigint, OUT blocked bigint)
+LANGUAGE plpgsql SET enable_seqscan = off AS $$
+DECLARE
+    v_key record;
+    v_exec text;
+BEGIN
+    held := 0;
+    blocked := 0;
+    FOR v_key IN
+        SELECT DISTINCT j.tenant, j.operation, j.class
+        FROM fencepost.job_class AS k
+        JOIN fencepost.agenda AS a ON a.class = k.class AND a.priority = 2147483647
+        JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        WHERE j.exec = 'running' AND j.tenant = coalesce(p_tenant, j.tenant) AND k.class = coalesce(p_class, k.class)
+        ORDER BY 1, 2, 3
+    LOOP
+        PERFORM fencepost._forget(e.tenant, e.operation, e.effect_key, p_reason)
+        FROM fencepost.effect AS e
+        WHERE e.tenant = v_key.tenant AND e.operation = v_key.operation AND e.class = v_key.class AND e.state = 'pending';
+        UPDATE fencepost.job AS j SET exec = CASE WHEN j.open_effects > 0 THEN 'blocked' ELSE 'held' END,
+            generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
+            reason = CASE WHEN j.open_effects > 0 THEN 'effect_unknown' ELSE p_reason END,
+            detail = CASE WHEN j.open_effects > 0 THEN p_reason ELSE '' END, changed_at = clock_timestamp()
+        WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class
+        RETURNING j.exec INTO v_exec;
+        held := held + CASE v_exec WHEN 'held' THEN 1 ELSE 0 END;
+        blocked := blocked + CASE v_exec WHEN 'blocked' THEN 1 ELSE 0 END;
+    END LOOP;
+END $$;
+
+
+-- authority/seal.sql
+-- Seals the database for a planned move: nobody uses its authority any more, and it arms itself once it runs elsewhere (another
+-- system or timeline) or was restarted. The caller has told the witness first.
+-- Locks: gate EXCLUSIVE (waits at most five seconds for those who use authority now).
+CREATE OR REPLACE FUNCTION fencepost.seal(
+    p_installation uuid, p_seq bigint, p_nonce uuid, p_next_seq bigint, p_next_nonce uuid,
+    p_system_identifier bigint, p_timeline bigint, p_database_oid bigint, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._change(p_version);
+    PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
+    PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
+    UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp(),
+        sealed_start = pg_postmaster_start_time();
+    DELETE FROM fencepost.ticket;
+    PERFORM fencepost._log_authority('sealed', jsonb_build_object(
+        'seq', p_next_seq, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+END $$;
+
+
 -- authority/status.sql
 -- What is in every state, by tenant and class or type: count, oldest age and attempts, with typed reasons; no payloads.
 CREATE OR REPLACE VIEW fencepost.status AS
-    SELECT 'job'::text AS axis, j.exec AS state, j.tenant, j.class AS kind, coalesce(j.reason, '') AS reason, count(*) AS count,
+    -- Queued work of an older epoch is held by comparison.
+    SELECT 'job'::text AS axis, CASE WHEN h.old THEN 'held' ELSE j.exec END AS state, j.tenant, j.class AS kind,
+           CASE WHEN h.old THEN 'old_epoch' ELSE coalesce(j.reason, '') END AS reason, count(*) AS count,
            min(CASE j.exec WHEN 'queued' THEN j.submitted_at ELSE j.changed_at END) AS oldest, max(j.attempts) AS attempts
-    FROM fencepost.job AS j GROUP BY 1, 2, 3, 4, 5
+    FROM fencepost.job AS j
+    CROSS JOIN fencepost.installation AS i LEFT JOIN fencepost.tenant AS t ON t.tenant = j.tenant
+    CROSS JOIN LATERAL (SELECT j.exec IN ('queued', 'waiting') AND j.epoch <> greatest(i.floor, t.epoch) AS old) AS h
+    GROUP BY 1, 2, 3, 4, 5
     UNION ALL
     SELECT 'effect', e.state, e.tenant, e.class, coalesce(e.reason, ''), count(*), min(e.changed_at), max(e.begins)
     FROM fencepost.effect AS e GROUP BY 1, 2, 3, 4, 5
@@ -1003,12 +1746,15 @@ BEGIN
     IF v_job.mode <> 'execute' THEN
         PERFORM fencepost._refuse('ZF032', 'this claim may finish with the recorded receipt, not begin', 'mode',
             'publish with the receipt; declare the class resumable if it has several effects');
-    ELSIF EXISTS (SELECT FROM fencepost.tenant AS t WHERE t.tenant = p_tenant AND t.frozen) THEN
+    ELSIF fencepost._frozen(p_tenant) THEN
         PERFORM fencepost._refuse('ZF021', 'effects of this tenant are frozen', 'tenant', 'wait for the thaw');
     ELSIF v_class.policy = 'strict' AND EXISTS (
         SELECT FROM fencepost.effect AS e
         WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.class = p_class AND e.effect_key <> p_effect_key) THEN
         PERFORM fencepost._refuse('ZF031', 'a job of a strict class has one effect', 'effect_key', 'declare the class resumable');
+    ELSIF v_job.suspect AND v_effect.state IS NULL THEN
+        PERFORM fencepost._refuse('ZF030', 'a restore made it doubtful whether this effect was begun before', 'suspect',
+            'look at the provider, then say so: fencepost effects reconcile');
     END IF;
 
     v_now := clock_timestamp();
@@ -1018,12 +1764,14 @@ BEGIN
         v_now + p_timeout, v_now + p_timeout + v_class.network_bound)
     ON CONFLICT (tenant, operation, effect_key) DO UPDATE SET state = 'pending', kind = p_kind, effect_attempt = p_effect_attempt,
         begun_by = p_attempt, dispatch_deadline = v_now + p_timeout,
+        request_digest = p_request_digest,
         -- An earlier call under the same provider key may outlast this one.
         quiescent_at = greatest(v_now + p_timeout + v_class.network_bound, CASE e.kind WHEN 'keyed' THEN e.quiescent_at END),
         decision_id = NULL, receipt = NULL, result = NULL, reason = NULL, version = e.version + 1, begins = e.begins + 1,
         begun_at = v_now, changed_at = v_now
     -- Invariant: a job of another class may have begun this key since it was looked at; only these may begin again.
-    WHERE e.state IN ('failed_before_dispatch', 'resolved_not_applied') AND e.class = p_class AND e.request_digest = p_request_digest
+    WHERE e.state IN ('failed_before_dispatch', 'resolved_not_applied') AND e.class = p_class
+          AND coalesce(e.request_digest, p_request_digest) = p_request_digest
     RETURNING e.version INTO version;
     IF NOT FOUND THEN
         PERFORM fencepost._refuse('ZF030', 'the effect was begun by a job of another class meanwhile', 'effect_key',
@@ -1447,10 +2195,13 @@ $$;
 -- Settles an unknown effect by evidence: applied (with a receipt) or not_applied. "Not applied" is refused (ZF034)
 -- before the call can no longer be under way, unless the worker's end is attested or the same provider key is used again.
 -- The same decision again, word for word under its id, changes nothing and says the same.
+-- For a suspect job also an effect of which this database knows nothing (version 0): a restore may have lost its begin. It
+-- is made, of the kind given, for the class given where the operation has several.
 -- Locks: gate, job, effect.
 CREATE OR REPLACE FUNCTION fencepost.reconcile(
     p_tenant text, p_operation text, p_effect_key text, p_version integer, p_verdict text, p_evidence_kind text,
-    p_evidence_ref text, p_receipt text, p_decision_id uuid, p_actor text, p_reason text)
+    p_evidence_ref text, p_receipt text, p_decision_id uuid, p_actor text, p_reason text,
+    p_class text DEFAULT NULL, p_kind text DEFAULT 'opaque')
 RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_job fencepost.job;
@@ -1496,7 +2247,7 @@ BEGIN
     SELECT e.class INTO v_class FROM fencepost.effect AS e
     WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.effect_key = p_effect_key;
     IF NOT FOUND THEN
-        PERFORM fencepost._refuse('ZF036', 'there is no such effect', 'effect_key', 'check tenant, operation and effect key');
+        v_class := fencepost._doubt_effect(p_tenant, p_operation, p_class, p_effect_key, p_kind, p_version, p_verdict, p_evidence_kind);
     END IF;
     SELECT j.* INTO STRICT v_job FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
@@ -1523,6 +2274,38 @@ BEGIN
     RETURN v_became;
 END $$;
 
+-- Makes an unknown effect of a suspect job, so that it can be settled; the caller settles it in the same transaction. Returns
+-- its class. Refused (ZF036) for any other job.
+CREATE OR REPLACE FUNCTION fencepost._doubt_effect(
+    p_tenant text, p_operation text, p_class text, p_effect_key text, p_kind text, p_version integer, p_verdict text, p_evidence_kind text)
+RETURNS text LANGUAGE plpgsql AS $$
+DECLARE
+    v_job fencepost.job;
+    v_class text;
+BEGIN
+    SELECT j.class INTO v_class FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = coalesce(p_class, j.class) AND j.suspect
+      AND (p_class IS NOT NULL OR 1 = (SELECT count(*) FROM fencepost.job AS o
+                                       WHERE o.tenant = p_tenant AND o.operation = p_operation AND o.suspect));
+    IF FOUND THEN
+        SELECT j.* INTO v_job FROM fencepost.job AS j
+        WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class FOR NO KEY UPDATE;
+    END IF;
+    IF v_job.suspect IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF036', 'there is no such effect', 'effect_key', 'check tenant, operation and effect key');
+    ELSIF p_version IS DISTINCT FROM 0 THEN
+        PERFORM fencepost._refuse('ZF035', 'nothing is known of this effect: its version is 0', 'version', 'look again: fencepost effects show');
+    ELSIF p_kind IS NULL OR p_kind NOT IN ('keyed', 'lookup', 'opaque') THEN
+        PERFORM fencepost._refuse('ZF003', 'kind is not keyed, lookup or opaque', 'kind', NULL);
+    END IF;
+    INSERT INTO fencepost.effect (tenant, operation, effect_key, class, kind, state, dispatch_deadline, quiescent_at, reason, version, begins)
+    VALUES (p_tenant, p_operation, p_effect_key, v_class, p_kind, 'unknown', v_job.quiescent_at, v_job.quiescent_at, 'suspect', 0, 0);
+    PERFORM fencepost._effect_event(p_tenant, p_operation, p_effect_key, NULL, 'suspect');
+    UPDATE fencepost.job AS j SET open_effects = j.open_effects + 1
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = v_class AND j.exec <> 'done';
+    RETURN v_class;
+END $$;
+
 
 -- effects/record_effect.sql
 -- A pending effect whose worker is gone or whose deadline passed: nobody knows. The job row is locked by the caller.
@@ -1544,12 +2327,16 @@ DECLARE
     v_count integer := 0;
 BEGIN
     FOR v_key IN
+        WITH due AS MATERIALIZED (
+            SELECT e.tenant, e.operation, e.class, e.effect_key FROM fencepost.effect AS e
+            WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp()))
         SELECT e.tenant, e.operation, e.effect_key
-        FROM fencepost.effect AS e
-        JOIN fencepost.job AS j ON j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class
-        WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp())
-          AND j.exec <> 'running'
-        ORDER BY e.tenant, e.operation, e.effect_key LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
+        FROM (SELECT d.* FROM due AS d ORDER BY d.tenant, d.operation, d.effect_key) AS e
+        CROSS JOIN LATERAL (
+            SELECT FROM fencepost.job AS j
+            WHERE j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class AND j.exec <> 'running'
+            FOR NO KEY UPDATE SKIP LOCKED) AS j
+        LIMIT p_limit
     LOOP
         PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
         v_count := v_count + 1;
@@ -1860,7 +2647,8 @@ END $$;
 
 -- inbox/reserve.sql
 -- Whether a reservation looks like nearly all of them do, and nothing of it is to be refused; anything else is judged part by
--- part. One expression without a call of its own, for it is part of every reservation.
+-- part. One expression without a call of its own, for it is part of every reservation; a counted repetition in the pattern
+-- would cost more than all else of it.
 CREATE OR REPLACE FUNCTION fencepost._is_plain_reservation(
     p_tenant text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text, p_epoch bigint,
     p_binding text, p_event_time timestamptz, p_coordinates text)
@@ -1868,7 +2656,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
     SELECT (p_tenant || p_operation || p_type) ~ '^[!-~]+$' AND octet_length(p_tenant) BETWEEN 1 AND 200
        AND octet_length(p_operation) BETWEEN 1 AND 200 AND octet_length(p_type) BETWEEN 1 AND 200
        AND p_version BETWEEN 1 AND 32767 AND p_event_id IS NOT NULL AND octet_length(p_source) BETWEEN 1 AND 200
-       AND p_epoch >= 0 AND p_binding ~ '^jcs-sha256:[0-9a-f]{64}$' AND p_event_time IS NOT NULL
+       AND p_epoch >= 0 AND octet_length(p_binding) = 75 AND starts_with(p_binding, 'jcs-sha256:')
+       AND substr(p_binding, 12) !~ '[^0-9a-f]' AND p_event_time IS NOT NULL
        AND octet_length(p_coordinates) BETWEEN 1 AND 1500
 $$;
 
@@ -1903,17 +2692,21 @@ END $$;
 -- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
 -- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
 -- dead letter, not handled). Without headers and payload nothing can be kept: then alone says that nothing is recorded, and
--- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout.
+-- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout,
+-- or with p_wait_ms, which leaves lock_timeout as it was, and marks application_name until the transaction ends: the server
+-- reports the name when it goes back, so a client sees without asking whether its transaction stands.
 CREATE OR REPLACE FUNCTION fencepost.reserve(
     p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
     p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
-    OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
+    p_wait_ms integer DEFAULT NULL, OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_meaning bytea;
     v_known bytea;
     v_epoch bigint;
     v_horizon timestamptz;
+    v_lock_timeout text;
+    v_ignored text;
 BEGIN
     IF (fencepost._is_plain_reservation(p_tenant, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, p_binding,
                                         p_event_time, p_coordinates)
@@ -1925,6 +2718,15 @@ BEGIN
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     IF current_setting('synchronous_commit') <> 'on' THEN
         PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    IF p_wait_ms IS NOT NULL THEN
+        IF p_wait_ms < 1 THEN
+            PERFORM fencepost._refuse('ZF003', 'wait_ms is less than 1', 'wait_ms', NULL);
+        END IF;
+        -- Assigned, not performed: an expression is no query.
+        v_lock_timeout := current_setting('lock_timeout');
+        v_ignored := set_config('lock_timeout', p_wait_ms::text, true);
+        v_ignored := set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true);
     END IF;
     v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
     other_epoch := false;
@@ -1938,14 +2740,17 @@ BEGIN
         IF p_payload IS NULL THEN
             outcome := 'alone';
             arrivals := 0;
-            RETURN;
+        ELSE
+            UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
+            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
+            outcome := 'conflict';
+            PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
+                'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
+                p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
         END IF;
-        UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
-        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
-        outcome := 'conflict';
-        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
-            'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
-            p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
+        IF p_wait_ms IS NOT NULL THEN
+            v_ignored := set_config('lock_timeout', v_lock_timeout, true);
+        END IF;
         RETURN;
     END IF;
 
@@ -1987,7 +2792,7 @@ BEGIN
     END IF;
 
     IF outcome IN ('reserved', 'duplicate') THEN
-        RETURN;
+        NULL;
     ELSIF p_payload IS NULL THEN
         -- As if it had not arrived.
         UPDATE fencepost.delivery AS d SET arrivals = d.arrivals - 1
@@ -2004,6 +2809,9 @@ BEGIN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
             p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
+    END IF;
+    IF p_wait_ms IS NOT NULL THEN
+        v_ignored := set_config('lock_timeout', v_lock_timeout, true);
     END IF;
 END $$;
 
@@ -2401,9 +3209,9 @@ BEGIN
     RETURN QUERY
     WITH RECURSIVE known AS MATERIALIZED (
         SELECT m.key::integer AS priority, m.value::timestamptz AS mark
-        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
+        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483646
     ), gap (low, high) AS (
-        SELECT e.priority, lead(e.priority, 1, 2147483647) OVER (ORDER BY e.priority)
+        SELECT e.priority, lead(e.priority, 1, 2147483646) OVER (ORDER BY e.priority)
         FROM (SELECT k.priority FROM known AS k UNION ALL SELECT -2147483648) AS e
     ), found (priority, high) AS (
         SELECT f.priority, g.high FROM gap AS g, LATERAL (
@@ -2448,14 +3256,16 @@ BEGIN
                     SELECT k.priority, max(k.mark) AS mark FROM (
                         SELECT p.priority, p.mark FROM fencepost._priorities(v_class, p_marks) AS p
                         UNION ALL
-                        SELECT 2147483647, (p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz
+                        SELECT r.n, (p_marks -> 'priorities' -> v_class ->> r.n::text)::timestamptz FROM (VALUES (2147483646), (2147483647)) AS r (n)
                         UNION ALL
                         SELECT 0, '-infinity'
                         UNION ALL
                         SELECT j.priority, '-infinity' FROM (
                             SELECT a.tenant, a.operation FROM fencepost.agenda AS a
                             WHERE a.class = v_class AND a.priority = 2147483647 ORDER BY a.due DESC LIMIT 100) AS c
-                        JOIN fencepost.job AS j ON j.tenant = c.tenant AND j.operation = c.operation AND j.class = v_class) AS k
+                        CROSS JOIN LATERAL (
+                            SELECT i.priority FROM fencepost.job AS i
+                            WHERE i.tenant = c.tenant AND i.operation = c.operation AND i.class = v_class OFFSET 0) AS j) AS k
                     GROUP BY k.priority) AS l
                 LEFT JOIN LATERAL (
                     SELECT a.due FROM fencepost.agenda AS a
@@ -2467,17 +3277,21 @@ BEGIN
     RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'priorities', v_priorities);
 END $$;
 
--- Removes pointers of a priority that no longer fit their job (it was cancelled, or queued anew), among the first of it.
+-- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, or is held under an old epoch:
+-- its release points to it again), among the first of it.
 CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
 RETURNS void LANGUAGE sql AS $$
     -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
     DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
         SELECT a.ctid FROM fencepost.agenda AS a
-        LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        LEFT JOIN LATERAL (
+            SELECT i.exec, i.generation, i.priority, i.run_at FROM fencepost.job AS i
+            WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
             WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
-          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now) IS NOT TRUE
+          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
+               AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
         FOR UPDATE OF a SKIP LOCKED))
 $$;
 
@@ -2506,7 +3320,7 @@ DO $$
 DECLARE
     v_table text;
 BEGIN
-    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event'] LOOP
+    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
             EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
@@ -2578,6 +3392,7 @@ BEGIN
     UPDATE fencepost.job AS j SET exec = 'queued', generation = j.generation + 1, attempts = 0, finishes = 0,
         run_at = clock_timestamp(), reason = 'requeued', detail = p_reason, changed_at = clock_timestamp()
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    DELETE FROM fencepost.wait AS w WHERE w.tenant = p_tenant AND w.operation = p_operation AND w.class = p_class;
     INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict)
     VALUES (gen_random_uuid(), 'requeue', p_actor, p_reason, p_tenant, p_operation, p_class, 'queued');
 END $$;
@@ -2602,7 +3417,9 @@ BEGIN
             SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until,
                    coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
             FROM fencepost.agenda AS a
-            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+            LEFT JOIN LATERAL (
+                SELECT k.exec, k.generation, k.lease_until FROM fencepost.job AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class OFFSET 0) AS j ON true
             WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
               AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
             ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
@@ -2618,10 +3435,14 @@ BEGIN
         FROM seen AS s WHERE s.running AND s.lease_until <= v_now;
         CONTINUE WHEN v_keys.tenants IS NULL;
         FOR v_key IN
-            SELECT j.tenant, j.operation FROM unnest(v_keys.tenants, v_keys.operations) AS u (tenant, operation)
-            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
-            WHERE j.exec = 'running' AND j.lease_until <= v_now
-            ORDER BY j.tenant, j.operation LIMIT p_limit - v_count FOR NO KEY UPDATE OF j SKIP LOCKED
+            SELECT u.tenant, u.operation FROM (
+                SELECT k.tenant, k.operation FROM unnest(v_keys.tenants, v_keys.operations) AS k (tenant, operation) ORDER BY 1, 2) AS u
+            CROSS JOIN LATERAL (
+                SELECT FROM fencepost.job AS j
+                WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
+                  AND j.exec = 'running' AND j.lease_until <= v_now
+                FOR NO KEY UPDATE SKIP LOCKED) AS j
+            LIMIT p_limit - v_count
         LOOP
             SELECT j.* INTO v_job FROM fencepost.job AS j
             WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_class;
@@ -2675,18 +3496,21 @@ END $$;
 -- lock: who holds the job may use them.
 CREATE OR REPLACE FUNCTION fencepost._take(
     p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
-RETURNS TABLE (at tid, tenant text, operation text) LANGUAGE plpgsql AS $$
+RETURNS TABLE (at tid, job tid) LANGUAGE plpgsql AS $$
 BEGIN
     RETURN QUERY
-    SELECT d.at, d.tenant, d.operation FROM unnest(p_priorities, p_marks) AS l (priority, mark)
+    SELECT d.at, j.at FROM unnest(p_priorities, p_marks) AS l (priority, mark)
     CROSS JOIN LATERAL (
-        SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
-        JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation, a.epoch FROM fencepost.agenda AS a
         WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
-          AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
-          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
-          AND j.open_effects = 0 AND j.epoch = a.epoch
-        ORDER BY a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
+          AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
+        ORDER BY a.due) AS d
+    CROSS JOIN LATERAL (
+        SELECT k.ctid AS at FROM fencepost.job AS k
+        WHERE k.tenant = d.tenant AND k.operation = d.operation AND k.class = p_class
+          AND k.exec = 'queued' AND k.generation = d.generation AND k.priority = d.priority AND k.run_at <= p_now
+          AND k.open_effects = 0 AND k.epoch = d.epoch
+        FOR NO KEY UPDATE SKIP LOCKED) AS j
     LIMIT p_limit;
 END $$;
 
@@ -2694,23 +3518,24 @@ END $$;
 -- crash counts. Work with a pending or unknown effect is never claimed.
 -- Several classes share one order; a class takes no more than its part of it while the others have work. `p_marks` is a
 -- hint from `marks`, or null.
--- Planned anew each time: a plan from when the tables were empty would read every job of a tenant until they are analysed.
+-- Invariant: here and in what is called from here a job is reached from what points to it, by key in a sub-select of its
+-- own or by the place of a row that is locked; there is no other plan. A plain join would let a plan that was made when the
+-- tables were empty read all jobs until they are analysed.
 -- Locks: gate, then job rows that nobody else holds, the most urgent first; no others. Expired leases are reaped first.
 CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off SET plan_cache_mode = force_custom_plan AS $$
+SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_floor bigint;
     v_class record;
     v_took record;
-    -- What is taken.
+    -- What is taken: pointers, and the locked jobs.
     v_at tid[] := '{}';
-    v_tenants text[] := '{}';
-    v_operations text[] := '{}';
+    v_jobs tid[] := '{}';
     v_classes text[] := '{}';
     v_share integer;
 BEGIN
@@ -2723,8 +3548,10 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
+    p_classes := fencepost._enabled(p_classes);
     PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
+    PERFORM fencepost._wake(p_classes, 100, p_marks);
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
     v_now := clock_timestamp();
     -- First to each class its part of the common order, then what is left to whoever has more.
@@ -2748,12 +3575,10 @@ BEGIN
     LOOP
         v_share := least(v_class.share, p_limit - cardinality(v_at));
         EXIT WHEN v_share = 0;
-        SELECT array_agg(t.at) AS at, array_agg(t.tenant) AS tenants, array_agg(t.operation) AS operations,
-               array_agg(v_class.class) AS classes INTO v_took
+        SELECT array_agg(t.at) AS at, array_agg(t.job) AS jobs, array_agg(v_class.class) AS classes INTO v_took
         FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
         v_at := v_at || v_took.at;
-        v_tenants := v_tenants || v_took.tenants;
-        v_operations := v_operations || v_took.operations;
+        v_jobs := v_jobs || v_took.jobs;
         v_classes := v_classes || v_took.classes;
     END LOOP;
     RETURN QUERY
@@ -2766,11 +3591,10 @@ BEGIN
             attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
             finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(v_at, v_tenants, v_operations, v_classes) AS c (at, tenant, operation, class)
+        FROM unnest(v_at, v_jobs, v_classes) AS c (at, job, class)
         JOIN fencepost.job_class AS k ON k.class = c.class
-        WHERE j.tenant = c.tenant AND j.operation = c.operation AND j.class = c.class
-          AND j.exec = 'queued' AND j.open_effects = 0
-          AND j.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
+        WHERE j.ctid = c.job AND j.exec = 'queued' AND j.open_effects = 0
+          AND j.epoch = greatest(v_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
         RETURNING j.*, c.at, k.max_attempts AS class_max_attempts, k.lease
     ), recorded AS (
         INSERT INTO fencepost.attempt (tenant, attempt, operation, class, generation, owner, epoch, mode)
@@ -2847,15 +3671,16 @@ END $$;
 -- Completes many jobs, each under its own fence, in one transaction: the jobs of those items whose fence is current are
 -- done, the others are left as they are. Returns the refused items only: which one (from 1), the SQLSTATE that `complete`
 -- would have raised for it, and the part of the fence or the field.
--- Planned anew each time, as `claim` is.
+-- Invariant: jobs are reached by key in a sub-select of its own, then by the places of the locked rows, as in `claim`.
 -- Locks: gate, then the job rows by tenant, operation and class; they are compared in a later statement than the one that waits.
 CREATE OR REPLACE FUNCTION fencepost.complete_many(
     p_tenants text[], p_operations text[], p_classes text[], p_generations bigint[], p_attempts uuid[], p_owners text[],
     p_epochs bigint[])
 RETURNS TABLE (item bigint, code text, field text) LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_custom_plan AS $$
+SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     v_floor bigint;
+    v_jobs tid[];
     v_done bigint[];
 BEGIN
     IF cardinality(p_tenants) IS NULL OR cardinality(p_tenants) NOT BETWEEN 1 AND 1000 THEN
@@ -2867,21 +3692,22 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'the parts of the fences are not equally many', 'items', 'give every part of every fence');
     END IF;
     PERFORM fencepost._enter();
-    PERFORM FROM (SELECT u.tenant, u.operation, u.class FROM unnest(p_tenants, p_operations, p_classes) AS u (tenant, operation, class)
-                  ORDER BY 1, 2, 3) AS u
-    JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
-    FOR NO KEY UPDATE OF j;
+    SELECT array_agg(j.at ORDER BY u.item) INTO v_jobs FROM (
+        SELECT k.tenant, k.operation, k.class, k.item
+        FROM unnest(p_tenants, p_operations, p_classes) WITH ORDINALITY AS k (tenant, operation, class, item) ORDER BY 1, 2, 3) AS u
+    LEFT JOIN LATERAL (
+        SELECT k.ctid AS at FROM fencepost.job AS k
+        WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = u.class FOR NO KEY UPDATE) AS j ON true;
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
     PERFORM set_config('synchronous_commit', 'on', true);
     WITH done AS (
         UPDATE fencepost.job AS j SET exec = 'done', done_attempt = u.attempt, attempt = NULL, owner = NULL, lease_until = NULL,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(p_tenants, p_operations, p_classes, p_generations, p_attempts, p_owners, p_epochs) WITH ORDINALITY
-             AS u (tenant, operation, class, generation, attempt, owner, epoch, item)
-        WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
-          AND j.exec = 'running' AND j.generation = u.generation AND j.attempt = u.attempt AND j.owner = u.owner
+        FROM unnest(v_jobs, p_generations, p_attempts, p_owners, p_epochs) WITH ORDINALITY
+             AS u (at, generation, attempt, owner, epoch, item)
+        WHERE j.ctid = u.at AND j.exec = 'running' AND j.generation = u.generation AND j.attempt = u.attempt AND j.owner = u.owner
           AND j.epoch = u.epoch
-          AND u.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.tenant))
+          AND u.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
           AND j.lease_until > clock_timestamp() AND j.open_effects = 0
         RETURNING u.item)
     SELECT array_agg(d.item) INTO v_done FROM done AS d;
@@ -2901,7 +3727,9 @@ BEGIN
             ELSE 'effect' END AS part
         FROM unnest(p_tenants, p_operations, p_classes, p_generations, p_attempts, p_owners, p_epochs) WITH ORDINALITY
              AS u (tenant, operation, class, generation, attempt, owner, epoch, item)
-        LEFT JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class
+        LEFT JOIN LATERAL (
+            SELECT k.tenant, k.exec, k.generation, k.attempt, k.owner, k.epoch, k.lease_until FROM fencepost.job AS k
+            WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = u.class OFFSET 0) AS j ON true
         WHERE u.item <> ALL (coalesce(v_done, '{}'))) AS r
     ORDER BY r.item;
 END $$;
@@ -3096,6 +3924,36 @@ BEGIN
         FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only();
     END IF;
 END $$;
+
+
+-- jobs/progress.sql
+-- Notes how far the current attempt is; nobody else's. Waits half a second at most for the job row (55P03).
+-- Locks: gate, then the job row.
+CREATE OR REPLACE FUNCTION fencepost.report_progress(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint,
+    p_fraction double precision, p_note text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '500ms' AS $$
+BEGIN
+    IF p_fraction IS NULL OR p_fraction NOT BETWEEN 0 AND 1 THEN
+        PERFORM fencepost._refuse('ZF003', 'fraction is not between 0 and 1', 'fraction', NULL);
+    ELSIF p_note IS NULL OR length(p_note) > 200 THEN
+        PERFORM fencepost._refuse('ZF003', 'note is null or longer than 200 characters', 'note', NULL);
+    END IF;
+    PERFORM fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    INSERT INTO fencepost.progress AS p (tenant, operation, class, attempt, fraction, note)
+    VALUES (p_tenant, p_operation, p_class, p_attempt, p_fraction, p_note)
+    ON CONFLICT (tenant, operation, class) DO UPDATE
+    SET attempt = p_attempt, fraction = p_fraction, note = p_note, at = clock_timestamp();
+END $$;
+
+-- What was noted last, and whether the attempt that noted it is the current one still.
+CREATE OR REPLACE FUNCTION fencepost.progress(p_tenant text, p_operation text, p_class text)
+RETURNS TABLE (fraction double precision, note text, attempt uuid, at timestamptz, current boolean)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT p.fraction, p.note, p.attempt, p.at, coalesce(j.attempt = p.attempt, false) FROM fencepost.progress AS p
+    JOIN fencepost.job AS j ON j.tenant = p.tenant AND j.operation = p.operation AND j.class = p.class
+    WHERE p.tenant = p_tenant AND p.operation = p_operation AND p.class = p_class
+$$;
 
 
 -- jobs/protect.sql
@@ -3458,6 +4316,94 @@ BEGIN
 END $$;
 
 
+-- jobs/result.sql
+-- As `complete`, and keeps what the attempt returned, in the same commit.
+CREATE OR REPLACE FUNCTION fencepost.complete_with(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint, p_result bytea)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF p_result IS NULL OR octet_length(p_result) > 65536 THEN
+        PERFORM fencepost._refuse('ZF003', 'result is null or larger than 64 KiB', 'result', 'store it elsewhere and return a reference');
+    END IF;
+    PERFORM fencepost.complete(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    INSERT INTO fencepost.result (tenant, operation, class, attempt, result)
+    VALUES (p_tenant, p_operation, p_class, p_attempt, p_result);
+END $$;
+
+-- What the attempt that completed this job returned; nothing while it is not done, or where it returned nothing.
+CREATE OR REPLACE FUNCTION fencepost.result(p_tenant text, p_operation text, p_class text)
+RETURNS TABLE (result bytea, attempt uuid, at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT r.result, r.attempt, r.at FROM fencepost.result AS r
+    WHERE r.tenant = p_tenant AND r.operation = p_operation AND r.class = p_class
+$$;
+
+
+-- jobs/signal.sql
+-- Tells a job something, in the caller's transaction: inserts only, without gate and without a lock of the job, so it can run
+-- inside any transaction. Returns `recorded`; `known` when this key has told the same before, of which only the key is looked
+-- at first; `too_late` when the job is done, and nothing is kept. Another name or payload under the key is a conflict (ZF010).
+-- Locks: two calls with one key wait for each other.
+CREATE OR REPLACE FUNCTION fencepost.signal(
+    p_tenant text, p_operation text, p_class text, p_name text, p_payload bytea, p_key text DEFAULT NULL, p_actor text DEFAULT NULL)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_exec text;
+    v_same boolean;
+BEGIN
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('operation', p_operation);
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._require_identity('name', p_name);
+    IF p_key IS NOT NULL THEN
+        PERFORM fencepost._require_identity('key', p_key);
+    END IF;
+    IF p_actor IS NOT NULL THEN
+        PERFORM fencepost._require_identity('actor', p_actor);
+    END IF;
+    IF p_payload IS NULL OR octet_length(p_payload) > 65536 THEN
+        PERFORM fencepost._refuse('ZF003', 'payload is null or larger than 64 KiB', 'payload', 'store it elsewhere and send a reference');
+    END IF;
+    SELECT j.exec INTO v_exec FROM fencepost.job AS j
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF050', 'there is no such job', 'operation', 'submit it first, in this transaction or before it');
+    END IF;
+    IF v_exec <> 'done' THEN
+        IF (SELECT count(*) FROM (SELECT FROM fencepost.signal AS s
+                                  WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class LIMIT 1000) AS c) = 1000 THEN
+            PERFORM fencepost._refuse('ZF003', 'the job has been told a thousand times', 'name', 'count elsewhere and signal once');
+        END IF;
+        INSERT INTO fencepost.signal (tenant, operation, class, name, key, payload, actor)
+        VALUES (p_tenant, p_operation, p_class, p_name, p_key, p_payload, p_actor) ON CONFLICT DO NOTHING;
+        IF FOUND THEN
+            -- Invariant: whatever the job is at this moment, a claim looks at it after this commit; see _wait_pointers.
+            INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+            VALUES (p_class, 2147483646, clock_timestamp(), p_tenant, p_operation, 0, 0);
+            RETURN 'recorded';
+        END IF;
+    END IF;
+    SELECT s.name = p_name AND s.payload = p_payload INTO v_same FROM fencepost.signal AS s
+    WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class AND s.key = p_key;
+    IF v_same THEN
+        RETURN 'known';
+    ELSIF NOT v_same THEN
+        PERFORM fencepost._refuse('ZF010', 'this key has told the job something else', 'key', 'a new signal needs a new key');
+    ELSIF v_exec <> 'done' THEN
+        RAISE serialization_failure USING MESSAGE = 'the signal was recorded after this snapshot', HINT = 'retry the transaction';
+    END IF;
+    RETURN 'too_late';
+END $$;
+
+-- Everything that a job was told, in the order in which it was written.
+CREATE OR REPLACE FUNCTION fencepost.signals(p_tenant text, p_operation text, p_class text)
+RETURNS TABLE (n bigint, name text, key text, payload bytea, actor text, login text, at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT s.n, s.name, s.key, s.payload, s.actor, s.login, s.at FROM fencepost.signal AS s
+    WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class ORDER BY s.n
+$$;
+
+
 -- jobs/stage.sql
 -- Stores what an attempt computed, for its successor; needs no lease and gives no right to publish. Immutable: the
 -- first candidate of an attempt stays; true when this call stored it.
@@ -3498,6 +4444,7 @@ DECLARE
     v_epoch bigint;
     v_meaning bytea;
     v_stored bytea;
+    v_suspect timestamptz;
 BEGIN
     PERFORM fencepost._require_identity('tenant', p_tenant);
     PERFORM fencepost._require_identity('operation', p_operation);
@@ -3509,11 +4456,14 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'run_at is not within the next ten years', 'run_at', 'give an instant with a time zone');
     END IF;
     v_epoch := fencepost._epoch(p_tenant);
+    v_suspect := fencepost._suspect(p_tenant, p_operation, p_class, p_source_event);
     v_meaning := fencepost.meaning(p_tenant, p_operation, 'job:' || p_class, 1, p_binding);
-    INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, source_event, priority, run_at)
+    INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, source_event, priority, run_at,
+        suspect, quiescent_at)
     VALUES (p_tenant, p_operation, p_class, p_args, v_meaning,
         fencepost.digest(p_tenant, p_operation, 'job:' || p_class, 1, v_epoch, p_binding), v_epoch, v_epoch, p_source_event,
-        coalesce(p_priority, 0), coalesce(p_run_at, clock_timestamp()))
+        coalesce(p_priority, 0), coalesce(p_run_at, clock_timestamp()),
+        v_suspect IS NOT NULL, v_suspect)
     ON CONFLICT (tenant, operation, class) DO NOTHING;
     IF FOUND THEN
         RETURN true;
@@ -3527,6 +4477,251 @@ BEGIN
             'a new request needs a new operation');
     END IF;
     RETURN false;
+END $$;
+
+-- After a restore: whether a job that comes again may have begun effects in what was lost, and when their calls are over; null
+-- when it cannot. Its event was accepted before the recovery (the time in its UUIDv7, a minute of clock difference allowed), or
+-- a runner's journal holds a begin of it.
+CREATE OR REPLACE FUNCTION fencepost._suspect(p_tenant text, p_operation text, p_class text, p_source_event uuid)
+RETURNS timestamptz LANGUAGE sql STABLE AS $$
+    SELECT i.recovered_at + fencepost._longest_call(p_class)
+    FROM fencepost.installation AS i
+    WHERE i.recovered_at IS NOT NULL
+      AND (fencepost._accepted_at(p_source_event) <= i.recovered_at + interval '1 minute'
+           OR EXISTS (SELECT FROM fencepost.lost_begin AS b
+                      WHERE b.tenant = p_tenant AND b.operation = p_operation AND b.class = p_class))
+$$;
+
+-- When an event was accepted, by its UUIDv7; minus infinity for any other UUID, null for none.
+CREATE OR REPLACE FUNCTION fencepost._accepted_at(p_event uuid)
+RETURNS timestamptz LANGUAGE sql IMMUTABLE STRICT AS $$
+    SELECT CASE WHEN substr(p_event::text, 15, 1) = '7'
+           THEN to_timestamp(('x' || substr(replace(p_event::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0)
+           ELSE '-infinity' END
+$$;
+
+-- How long a call of this class can be under way after it was begun; two days where nobody says.
+CREATE OR REPLACE FUNCTION fencepost._longest_call(p_class text)
+RETURNS interval LANGUAGE sql STABLE AS $$
+    SELECT coalesce((SELECT c.max_effect_timeout + c.network_bound FROM fencepost.job_class AS c WHERE c.class = p_class), interval '2 days')
+$$;
+
+
+-- jobs/submit_many.sql
+-- Schedules many jobs of one class in the caller's transaction, each as `submit` would; true for each that is new. One that
+-- is refused refuses all of them: its number, from 1, is in the message.
+-- Locks: none but the rows inserted, by tenant and operation.
+CREATE OR REPLACE FUNCTION fencepost.submit_many(
+    p_class text, p_tenants text[], p_operations text[], p_args bytea[], p_bindings text[], p_source_events uuid[],
+    p_run_at timestamptz[], p_priorities integer[])
+RETURNS boolean[] LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off SET jit = off SET plan_cache_mode = force_custom_plan AS $$
+DECLARE
+    v_count constant integer := cardinality(p_tenants);
+    v_now constant timestamptz := clock_timestamp();
+    v_new boolean[];
+    v_other record;
+    v_item bigint;
+BEGIN
+    IF v_count IS NULL OR v_count NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'not between 1 and 1000 jobs', 'jobs', 'submit them in several batches');
+    ELSIF (cardinality(p_operations), cardinality(p_args), cardinality(p_bindings), cardinality(p_source_events),
+           cardinality(p_run_at), cardinality(p_priorities)) IS DISTINCT FROM
+          (v_count, v_count, v_count, v_count, v_count, v_count) THEN
+        PERFORM fencepost._refuse('ZF003', 'the parts of the jobs are not equally many', 'jobs', 'give every part of every job');
+    END IF;
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._require_identity('tenant', u.tenant) FROM (SELECT DISTINCT t.tenant FROM unnest(p_tenants) AS t (tenant)) AS u;
+    PERFORM fencepost._require_identity('operation', u.operation), fencepost._require_binding(u.binding)
+    FROM unnest(p_operations, p_bindings) AS u (operation, binding);
+    SELECT min(u.item) INTO v_item FROM unnest(p_args) WITH ORDINALITY AS u (args, item)
+    WHERE u.args IS NULL OR octet_length(u.args) > 1048576;
+    IF v_item IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF003', format('args of job %s are null or larger than 1 MiB', v_item), 'args',
+            'store them elsewhere and pass a reference');
+    END IF;
+    SELECT min(u.item) INTO v_item FROM unnest(p_run_at) WITH ORDINALITY AS u (run_at, item)
+    WHERE u.run_at NOT BETWEEN '2000-01-01 00:00+00' AND v_now + interval '10 years';
+    IF v_item IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF003', format('run_at of job %s is not within the next ten years', v_item), 'run_at',
+            'give an instant with a time zone');
+    END IF;
+    WITH epoch AS MATERIALIZED (
+        SELECT t.tenant, fencepost._epoch(t.tenant) AS epoch FROM (SELECT DISTINCT u.tenant FROM unnest(p_tenants) AS u (tenant)) AS t
+    ), new AS (
+        INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, source_event, priority, run_at)
+        SELECT u.tenant, u.operation, p_class, u.args, fencepost.meaning(u.tenant, u.operation, 'job:' || p_class, 1, u.binding),
+               fencepost.digest(u.tenant, u.operation, 'job:' || p_class, 1, e.epoch, u.binding), e.epoch, e.epoch, u.source_event,
+               coalesce(u.priority, 0), coalesce(u.run_at, v_now)
+        FROM unnest(p_tenants, p_operations, p_args, p_bindings, p_source_events, p_run_at, p_priorities) WITH ORDINALITY
+             AS u (tenant, operation, args, binding, source_event, run_at, priority, item)
+        JOIN epoch AS e ON e.tenant = u.tenant
+        ORDER BY u.tenant, u.operation, u.item
+        ON CONFLICT (tenant, operation, class) DO NOTHING
+        RETURNING job.tenant, job.operation
+    )
+    -- Of two alike in one call the first is the new one.
+    SELECT array_agg(n.tenant IS NOT NULL AND u.rank = 1 ORDER BY u.item) INTO v_new
+    FROM (SELECT w.*, row_number() OVER (PARTITION BY w.tenant, w.operation ORDER BY w.item) AS rank
+          FROM unnest(p_tenants, p_operations) WITH ORDINALITY AS w (tenant, operation, item)) AS u
+    LEFT JOIN new AS n ON n.tenant = u.tenant AND n.operation = u.operation;
+    IF NOT false = ANY (v_new) THEN
+        RETURN v_new;
+    END IF;
+    SELECT u.item, j.meaning INTO v_other
+    FROM unnest(p_tenants, p_operations, p_bindings, v_new) WITH ORDINALITY AS u (tenant, operation, binding, new, item)
+    LEFT JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = p_class
+    WHERE NOT u.new
+      AND j.meaning IS DISTINCT FROM fencepost.meaning(u.tenant, u.operation, 'job:' || p_class, 1, u.binding)
+    ORDER BY u.item LIMIT 1;
+    IF NOT FOUND THEN
+        RETURN v_new;
+    ELSIF v_other.meaning IS NULL THEN
+        RAISE serialization_failure USING MESSAGE = 'a job was submitted after this snapshot', HINT = 'retry the transaction';
+    END IF;
+    PERFORM fencepost._refuse('ZF010',
+        format('the operation of job %s already has a job of this class with another meaning', v_other.item), 'operation',
+        'a new request needs a new operation');
+END $$;
+
+
+-- jobs/wait.sql
+-- Ends the current attempt until a signal arrives or a time comes, whichever is first; the attempt is not charged. Returns
+-- null when the job sleeps; else what it would have waited for, and the attempt goes on: the number of the first signal of
+-- that name, or 0 when the time has come. `p_after` counts from the first wait for this signal, without one from now.
+-- Locks: gate, then the job row.
+CREATE OR REPLACE FUNCTION fencepost.wait(
+    p_tenant text, p_operation text, p_class text, p_generation bigint, p_attempt uuid, p_owner text, p_epoch bigint,
+    p_signal text, p_until timestamptz, p_after interval)
+RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_job fencepost.job;
+    v_wait fencepost.wait;
+    v_until timestamptz;
+    v_answer bigint;
+BEGIN
+    IF p_signal IS NOT NULL THEN
+        PERFORM fencepost._require_identity('signal', p_signal);
+    ELSIF p_until IS NULL AND p_after IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'neither a signal nor a time is waited for', 'signal', 'give signal, until or both');
+    END IF;
+    IF p_until IS NOT NULL AND (p_after IS NOT NULL
+                                OR p_until NOT BETWEEN '2000-01-01 00:00+00' AND clock_timestamp() + interval '10 years') THEN
+        PERFORM fencepost._refuse('ZF003', 'until is not one instant within the next ten years', 'until',
+            'give an instant with a time zone, or a time from now');
+    ELSIF p_after NOT BETWEEN interval '1 ms' AND interval '3653 days' THEN
+        PERFORM fencepost._refuse('ZF003', 'until is not between a millisecond and ten years away', 'until', NULL);
+    END IF;
+    v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
+    IF v_job.open_effects > 0 THEN
+        PERFORM fencepost._refuse('ZF030', 'an effect of this job is pending or unknown', 'effect', 'record or reconcile it first');
+    END IF;
+    SELECT w.* INTO v_wait FROM fencepost.wait AS w
+    WHERE w.tenant = p_tenant AND w.operation = p_operation AND w.class = p_class AND w.signal = coalesce(p_signal, '');
+    v_until := coalesce(p_until, CASE WHEN p_signal IS NULL OR v_wait.began_at IS NULL THEN clock_timestamp()
+                                 ELSE v_wait.began_at END + p_after);
+    v_answer := v_wait.answer;
+    IF v_answer IS NULL THEN
+        SELECT min(s.n) INTO v_answer FROM fencepost.signal AS s
+        WHERE s.tenant = p_tenant AND s.operation = p_operation AND s.class = p_class AND s.name = p_signal;
+    END IF;
+    IF v_answer IS NULL AND v_until <= clock_timestamp() THEN
+        v_answer := 0;
+    END IF;
+    IF v_answer IS NOT NULL THEN
+        IF p_signal IS NOT NULL AND v_wait.answer IS NULL THEN
+            INSERT INTO fencepost.wait AS w (tenant, operation, class, signal, generation, answer)
+            VALUES (p_tenant, p_operation, p_class, p_signal, v_job.generation, v_answer)
+            ON CONFLICT (tenant, operation, class, signal) DO UPDATE SET answer = v_answer;
+        END IF;
+        RETURN v_answer;
+    END IF;
+    UPDATE fencepost.job AS j SET exec = 'waiting', generation = j.generation + 1, attempt = NULL, owner = NULL, lease_until = NULL,
+        attempts = greatest(j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END, 0),
+        finishes = greatest(j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END, 0),
+        reason = CASE WHEN p_signal IS NULL THEN 'waiting_for_time' ELSE 'waiting_for_signal' END,
+        detail = coalesce(p_signal, ''), changed_at = clock_timestamp()
+    WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    INSERT INTO fencepost.wait AS w (tenant, operation, class, signal, generation, until)
+    VALUES (p_tenant, p_operation, p_class, coalesce(p_signal, ''), v_job.generation + 1, v_until)
+    ON CONFLICT (tenant, operation, class, signal) DO UPDATE SET generation = v_job.generation + 1, until = v_until;
+    RETURN NULL;
+END $$;
+
+-- Whoever goes to sleep is looked at when its time comes and, where it waits for a signal, once right after its commit.
+-- Invariant: a signal and a wait that do not see each other are looked at by whichever commits later: each leaves a pointer
+-- of its own, and the look that uses it sees both. The pointers are in the agenda under the priority 2147483646.
+CREATE OR REPLACE FUNCTION fencepost._wait_pointers()
+RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+    SELECT NEW.class, 2147483646, greatest(d.due, clock_timestamp()), NEW.tenant, NEW.operation, NEW.generation, 0
+    FROM (SELECT NEW.until WHERE NEW.until IS NOT NULL UNION ALL SELECT clock_timestamp() WHERE NEW.signal <> '') AS d (due);
+    RETURN NULL;
+END $$;
+-- Locks: none where the trigger exists.
+DO $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'fencepost.wait'::regclass AND tgname = 'wait_pointers') THEN
+        CREATE TRIGGER wait_pointers AFTER INSERT OR UPDATE ON fencepost.wait FOR EACH ROW
+        WHEN (NEW.answer IS NULL) EXECUTE FUNCTION fencepost._wait_pointers();
+    END IF;
+END $$;
+
+-- Queues waiting jobs whose signal has arrived or whose time has come, each at most once; called by every claim.
+-- Locks: agenda rows and job rows that nobody else holds; a job that somebody holds keeps its pointer for the next look.
+CREATE OR REPLACE FUNCTION fencepost._wake(p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
+RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_class text;
+    v_mark timestamptz;
+    v_over record;
+    v_held record;
+    v_count integer := 0;
+BEGIN
+    FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
+        v_mark := coalesce((p_marks -> 'priorities' -> v_class ->> '2147483646')::timestamptz, '-infinity');
+        CONTINUE WHEN NOT EXISTS (SELECT FROM fencepost.agenda AS a
+                                  WHERE a.class = v_class AND a.priority = 2147483646 AND a.due <= v_now AND a.due >= v_mark);
+        WITH seen AS MATERIALIZED (
+            SELECT a.ctid AS at, a.tenant, a.operation, j.generation,
+                   coalesce(j.exec = 'waiting' AND (w.until <= v_now OR EXISTS (
+                       SELECT FROM fencepost.signal AS s
+                       WHERE s.tenant = w.tenant AND s.operation = w.operation AND s.class = w.class AND s.name = w.signal)),
+                       false) AS over
+            FROM fencepost.agenda AS a
+            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+            LEFT JOIN fencepost.wait AS w ON w.tenant = j.tenant AND w.operation = j.operation AND w.class = j.class
+                                         AND w.generation = j.generation AND w.answer IS NULL
+            WHERE a.class = v_class AND a.priority = 2147483646 AND a.due <= v_now AND a.due >= v_mark
+            ORDER BY a.due LIMIT p_limit FOR UPDATE OF a SKIP LOCKED
+        ), used AS (
+            DELETE FROM fencepost.agenda AS a USING seen AS s WHERE a.ctid = s.at AND NOT s.over
+        )
+        SELECT array_agg(s.at) AS at, array_agg(s.tenant) AS tenants, array_agg(s.operation) AS operations,
+               array_agg(s.generation) AS generations INTO v_over
+        FROM seen AS s WHERE s.over;
+        CONTINUE WHEN v_over.at IS NULL;
+        SELECT array_agg(h.tenant) AS tenants, array_agg(h.operation) AS operations INTO v_held FROM (
+            SELECT j.tenant, j.operation
+            FROM (SELECT DISTINCT u.tenant, u.operation, u.generation
+                  FROM unnest(v_over.tenants, v_over.operations, v_over.generations) AS u (tenant, operation, generation)) AS u
+            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
+            WHERE j.exec = 'waiting' AND j.generation = u.generation
+            FOR NO KEY UPDATE OF j SKIP LOCKED) AS h;
+        CONTINUE WHEN v_held.tenants IS NULL;
+        UPDATE fencepost.job AS j SET exec = 'queued', run_at = clock_timestamp(), reason = 'woken', changed_at = clock_timestamp()
+        FROM unnest(v_held.tenants, v_held.operations) AS h (tenant, operation)
+        WHERE j.tenant = h.tenant AND j.operation = h.operation AND j.class = v_class AND j.exec = 'waiting';
+        DELETE FROM fencepost.agenda AS a
+        USING unnest(v_over.at, v_over.tenants, v_over.operations) AS u (at, tenant, operation)
+        JOIN unnest(v_held.tenants, v_held.operations) AS h (tenant, operation)
+          ON h.tenant = u.tenant AND h.operation = u.operation
+        WHERE a.ctid = u.at;
+        v_count := v_count + cardinality(v_held.tenants);
+    END LOOP;
+    RETURN v_count;
 END $$;
 
 

@@ -29,7 +29,7 @@ CREATE TABLE fencepost.job (
     priority        integer NOT NULL DEFAULT 0,
     run_at          timestamptz NOT NULL,
     exec            text NOT NULL DEFAULT 'queued'
-                    CHECK (exec IN ('queued', 'running', 'done', 'cancelled', 'poison', 'blocked')),
+                    CHECK (exec IN ('queued', 'running', 'waiting', 'done', 'cancelled', 'poison', 'blocked')),
     mode            text NOT NULL DEFAULT 'execute' CHECK (mode IN ('execute', 'finish')),
     generation      bigint NOT NULL DEFAULT 0 CHECK (generation >= 0),
     attempts        integer NOT NULL DEFAULT 0 CHECK (attempts >= 0),
@@ -53,7 +53,8 @@ CREATE TABLE fencepost.job (
 ) WITH (fillfactor = 50);
 
 -- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
--- deleted, never changed. The priority is the priority of a queued job, or 2147483647 for the lease of a running one.
+-- deleted, never changed. The priority is the priority of a queued job, 2147483647 for the lease of a running one, or
+-- 2147483646 for what may wake a waiting one.
 -- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
 CREATE TABLE fencepost.agenda (
     class      text NOT NULL,

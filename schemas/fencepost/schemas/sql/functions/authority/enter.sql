@@ -22,6 +22,8 @@ BEGIN
     IF NOT fencepost.armed() THEN
         PERFORM fencepost._refuse('ZF001', 'this database is not armed', 'armed',
             'after a plain restart any relay or worker re-arms it; after a restore an operator must decide: fencepost doctor');
+    ELSIF EXISTS (SELECT FROM fencepost.restriction AS r WHERE r.kind = 'principal' AND r.subject = session_user) THEN
+        PERFORM fencepost._refuse('ZF061', 'this login is revoked', 'principal', 'an authority admin may lift it: fencepost authority lift');
     END IF;
 END $$;
 

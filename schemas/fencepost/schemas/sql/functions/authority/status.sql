@@ -1,8 +1,13 @@
 -- What is in every state, by tenant and class or type: count, oldest age and attempts, with typed reasons; no payloads.
 CREATE OR REPLACE VIEW fencepost.status AS
-    SELECT 'job'::text AS axis, j.exec AS state, j.tenant, j.class AS kind, coalesce(j.reason, '') AS reason, count(*) AS count,
+    -- Queued work of an older epoch is held by comparison.
+    SELECT 'job'::text AS axis, CASE WHEN h.old THEN 'held' ELSE j.exec END AS state, j.tenant, j.class AS kind,
+           CASE WHEN h.old THEN 'old_epoch' ELSE coalesce(j.reason, '') END AS reason, count(*) AS count,
            min(CASE j.exec WHEN 'queued' THEN j.submitted_at ELSE j.changed_at END) AS oldest, max(j.attempts) AS attempts
-    FROM fencepost.job AS j GROUP BY 1, 2, 3, 4, 5
+    FROM fencepost.job AS j
+    CROSS JOIN fencepost.installation AS i LEFT JOIN fencepost.tenant AS t ON t.tenant = j.tenant
+    CROSS JOIN LATERAL (SELECT j.exec IN ('queued', 'waiting') AND j.epoch <> greatest(i.floor, t.epoch) AS old) AS h
+    GROUP BY 1, 2, 3, 4, 5
     UNION ALL
     SELECT 'effect', e.state, e.tenant, e.class, coalesce(e.reason, ''), count(*), min(e.changed_at), max(e.begins)
     FROM fencepost.effect AS e GROUP BY 1, 2, 3, 4, 5

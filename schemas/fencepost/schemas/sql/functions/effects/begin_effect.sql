@@ -55,12 +55,15 @@ BEGIN
     IF v_job.mode <> 'execute' THEN
         PERFORM fencepost._refuse('ZF032', 'this claim may finish with the recorded receipt, not begin', 'mode',
             'publish with the receipt; declare the class resumable if it has several effects');
-    ELSIF EXISTS (SELECT FROM fencepost.tenant AS t WHERE t.tenant = p_tenant AND t.frozen) THEN
+    ELSIF fencepost._frozen(p_tenant) THEN
         PERFORM fencepost._refuse('ZF021', 'effects of this tenant are frozen', 'tenant', 'wait for the thaw');
     ELSIF v_class.policy = 'strict' AND EXISTS (
         SELECT FROM fencepost.effect AS e
         WHERE e.tenant = p_tenant AND e.operation = p_operation AND e.class = p_class AND e.effect_key <> p_effect_key) THEN
         PERFORM fencepost._refuse('ZF031', 'a job of a strict class has one effect', 'effect_key', 'declare the class resumable');
+    ELSIF v_job.suspect AND v_effect.state IS NULL THEN
+        PERFORM fencepost._refuse('ZF030', 'a restore made it doubtful whether this effect was begun before', 'suspect',
+            'look at the provider, then say so: fencepost effects reconcile');
     END IF;
 
     v_now := clock_timestamp();
@@ -70,12 +73,14 @@ BEGIN
         v_now + p_timeout, v_now + p_timeout + v_class.network_bound)
     ON CONFLICT (tenant, operation, effect_key) DO UPDATE SET state = 'pending', kind = p_kind, effect_attempt = p_effect_attempt,
         begun_by = p_attempt, dispatch_deadline = v_now + p_timeout,
+        request_digest = p_request_digest,
         -- An earlier call under the same provider key may outlast this one.
         quiescent_at = greatest(v_now + p_timeout + v_class.network_bound, CASE e.kind WHEN 'keyed' THEN e.quiescent_at END),
         decision_id = NULL, receipt = NULL, result = NULL, reason = NULL, version = e.version + 1, begins = e.begins + 1,
         begun_at = v_now, changed_at = v_now
     -- Invariant: a job of another class may have begun this key since it was looked at; only these may begin again.
-    WHERE e.state IN ('failed_before_dispatch', 'resolved_not_applied') AND e.class = p_class AND e.request_digest = p_request_digest
+    WHERE e.state IN ('failed_before_dispatch', 'resolved_not_applied') AND e.class = p_class
+          AND coalesce(e.request_digest, p_request_digest) = p_request_digest
     RETURNING e.version INTO version;
     IF NOT FOUND THEN
         PERFORM fencepost._refuse('ZF030', 'the effect was begun by a job of another class meanwhile', 'effect_key',

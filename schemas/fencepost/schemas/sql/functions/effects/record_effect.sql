@@ -17,12 +17,16 @@ DECLARE
     v_count integer := 0;
 BEGIN
     FOR v_key IN
+        WITH due AS MATERIALIZED (
+            SELECT e.tenant, e.operation, e.class, e.effect_key FROM fencepost.effect AS e
+            WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp()))
         SELECT e.tenant, e.operation, e.effect_key
-        FROM fencepost.effect AS e
-        JOIN fencepost.job AS j ON j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class
-        WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp())
-          AND j.exec <> 'running'
-        ORDER BY e.tenant, e.operation, e.effect_key LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
+        FROM (SELECT d.* FROM due AS d ORDER BY d.tenant, d.operation, d.effect_key) AS e
+        CROSS JOIN LATERAL (
+            SELECT FROM fencepost.job AS j
+            WHERE j.tenant = e.tenant AND j.operation = e.operation AND j.class = e.class AND j.exec <> 'running'
+            FOR NO KEY UPDATE SKIP LOCKED) AS j
+        LIMIT p_limit
     LOOP
         PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
         v_count := v_count + 1;

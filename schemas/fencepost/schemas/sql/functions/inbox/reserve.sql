@@ -1,5 +1,6 @@
 -- Whether a reservation looks like nearly all of them do, and nothing of it is to be refused; anything else is judged part by
--- part. One expression without a call of its own, for it is part of every reservation.
+-- part. One expression without a call of its own, for it is part of every reservation; a counted repetition in the pattern
+-- would cost more than all else of it.
 CREATE OR REPLACE FUNCTION fencepost._is_plain_reservation(
     p_tenant text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text, p_epoch bigint,
     p_binding text, p_event_time timestamptz, p_coordinates text)
@@ -7,7 +8,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
     SELECT (p_tenant || p_operation || p_type) ~ '^[!-~]+$' AND octet_length(p_tenant) BETWEEN 1 AND 200
        AND octet_length(p_operation) BETWEEN 1 AND 200 AND octet_length(p_type) BETWEEN 1 AND 200
        AND p_version BETWEEN 1 AND 32767 AND p_event_id IS NOT NULL AND octet_length(p_source) BETWEEN 1 AND 200
-       AND p_epoch >= 0 AND p_binding ~ '^jcs-sha256:[0-9a-f]{64}$' AND p_event_time IS NOT NULL
+       AND p_epoch >= 0 AND octet_length(p_binding) = 75 AND starts_with(p_binding, 'jcs-sha256:')
+       AND substr(p_binding, 12) !~ '[^0-9a-f]' AND p_event_time IS NOT NULL
        AND octet_length(p_coordinates) BETWEEN 1 AND 1500
 $$;
 
@@ -42,17 +44,21 @@ END $$;
 -- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
 -- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
 -- dead letter, not handled). Without headers and payload nothing can be kept: then alone says that nothing is recorded, and
--- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout.
+-- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout,
+-- or with p_wait_ms, which leaves lock_timeout as it was, and marks application_name until the transaction ends: the server
+-- reports the name when it goes back, so a client sees without asking whether its transaction stands.
 CREATE OR REPLACE FUNCTION fencepost.reserve(
     p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
     p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
-    OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
+    p_wait_ms integer DEFAULT NULL, OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_meaning bytea;
     v_known bytea;
     v_epoch bigint;
     v_horizon timestamptz;
+    v_lock_timeout text;
+    v_ignored text;
 BEGIN
     IF (fencepost._is_plain_reservation(p_tenant, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, p_binding,
                                         p_event_time, p_coordinates)
@@ -64,6 +70,15 @@ BEGIN
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     IF current_setting('synchronous_commit') <> 'on' THEN
         PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    IF p_wait_ms IS NOT NULL THEN
+        IF p_wait_ms < 1 THEN
+            PERFORM fencepost._refuse('ZF003', 'wait_ms is less than 1', 'wait_ms', NULL);
+        END IF;
+        -- Assigned, not performed: an expression is no query.
+        v_lock_timeout := current_setting('lock_timeout');
+        v_ignored := set_config('lock_timeout', p_wait_ms::text, true);
+        v_ignored := set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true);
     END IF;
     v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
     other_epoch := false;
@@ -77,14 +92,17 @@ BEGIN
         IF p_payload IS NULL THEN
             outcome := 'alone';
             arrivals := 0;
-            RETURN;
+        ELSE
+            UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
+            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
+            outcome := 'conflict';
+            PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
+                'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
+                p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
         END IF;
-        UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
-        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
-        outcome := 'conflict';
-        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
-            'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
-            p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
+        IF p_wait_ms IS NOT NULL THEN
+            v_ignored := set_config('lock_timeout', v_lock_timeout, true);
+        END IF;
         RETURN;
     END IF;
 
@@ -126,7 +144,7 @@ BEGIN
     END IF;
 
     IF outcome IN ('reserved', 'duplicate') THEN
-        RETURN;
+        NULL;
     ELSIF p_payload IS NULL THEN
         -- As if it had not arrived.
         UPDATE fencepost.delivery AS d SET arrivals = d.arrivals - 1
@@ -143,5 +161,8 @@ BEGIN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
             p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
+    END IF;
+    IF p_wait_ms IS NOT NULL THEN
+        v_ignored := set_config('lock_timeout', v_lock_timeout, true);
     END IF;
 END $$;

@@ -33,9 +33,9 @@ BEGIN
     RETURN QUERY
     WITH RECURSIVE known AS MATERIALIZED (
         SELECT m.key::integer AS priority, m.value::timestamptz AS mark
-        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483647
+        FROM jsonb_each_text(coalesce(p_marks -> 'priorities' -> p_class, '{}')) AS m WHERE m.key::integer < 2147483646
     ), gap (low, high) AS (
-        SELECT e.priority, lead(e.priority, 1, 2147483647) OVER (ORDER BY e.priority)
+        SELECT e.priority, lead(e.priority, 1, 2147483646) OVER (ORDER BY e.priority)
         FROM (SELECT k.priority FROM known AS k UNION ALL SELECT -2147483648) AS e
     ), found (priority, high) AS (
         SELECT f.priority, g.high FROM gap AS g, LATERAL (
@@ -80,14 +80,16 @@ BEGIN
                     SELECT k.priority, max(k.mark) AS mark FROM (
                         SELECT p.priority, p.mark FROM fencepost._priorities(v_class, p_marks) AS p
                         UNION ALL
-                        SELECT 2147483647, (p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz
+                        SELECT r.n, (p_marks -> 'priorities' -> v_class ->> r.n::text)::timestamptz FROM (VALUES (2147483646), (2147483647)) AS r (n)
                         UNION ALL
                         SELECT 0, '-infinity'
                         UNION ALL
                         SELECT j.priority, '-infinity' FROM (
                             SELECT a.tenant, a.operation FROM fencepost.agenda AS a
                             WHERE a.class = v_class AND a.priority = 2147483647 ORDER BY a.due DESC LIMIT 100) AS c
-                        JOIN fencepost.job AS j ON j.tenant = c.tenant AND j.operation = c.operation AND j.class = v_class) AS k
+                        CROSS JOIN LATERAL (
+                            SELECT i.priority FROM fencepost.job AS i
+                            WHERE i.tenant = c.tenant AND i.operation = c.operation AND i.class = v_class OFFSET 0) AS j) AS k
                     GROUP BY k.priority) AS l
                 LEFT JOIN LATERAL (
                     SELECT a.due FROM fencepost.agenda AS a
@@ -99,16 +101,20 @@ BEGIN
     RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'priorities', v_priorities);
 END $$;
 
--- Removes pointers of a priority that no longer fit their job (it was cancelled, or queued anew), among the first of it.
+-- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, or is held under an old epoch:
+-- its release points to it again), among the first of it.
 CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
 RETURNS void LANGUAGE sql AS $$
     -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
     DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
         SELECT a.ctid FROM fencepost.agenda AS a
-        LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        LEFT JOIN LATERAL (
+            SELECT i.exec, i.generation, i.priority, i.run_at FROM fencepost.job AS i
+            WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
             WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
-          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now) IS NOT TRUE
+          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
+               AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
         FOR UPDATE OF a SKIP LOCKED))
 $$;

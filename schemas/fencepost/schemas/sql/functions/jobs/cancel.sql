@@ -52,6 +52,7 @@ BEGIN
     UPDATE fencepost.job AS j SET exec = 'queued', generation = j.generation + 1, attempts = 0, finishes = 0,
         run_at = clock_timestamp(), reason = 'requeued', detail = p_reason, changed_at = clock_timestamp()
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
+    DELETE FROM fencepost.wait AS w WHERE w.tenant = p_tenant AND w.operation = p_operation AND w.class = p_class;
     INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, operation, subject, verdict)
     VALUES (gen_random_uuid(), 'requeue', p_actor, p_reason, p_tenant, p_operation, p_class, 'queued');
 END $$;

@@ -16,7 +16,9 @@ BEGIN
             SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until,
                    coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
             FROM fencepost.agenda AS a
-            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+            LEFT JOIN LATERAL (
+                SELECT k.exec, k.generation, k.lease_until FROM fencepost.job AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class OFFSET 0) AS j ON true
             WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
               AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
             ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
@@ -32,10 +34,14 @@ BEGIN
         FROM seen AS s WHERE s.running AND s.lease_until <= v_now;
         CONTINUE WHEN v_keys.tenants IS NULL;
         FOR v_key IN
-            SELECT j.tenant, j.operation FROM unnest(v_keys.tenants, v_keys.operations) AS u (tenant, operation)
-            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
-            WHERE j.exec = 'running' AND j.lease_until <= v_now
-            ORDER BY j.tenant, j.operation LIMIT p_limit - v_count FOR NO KEY UPDATE OF j SKIP LOCKED
+            SELECT u.tenant, u.operation FROM (
+                SELECT k.tenant, k.operation FROM unnest(v_keys.tenants, v_keys.operations) AS k (tenant, operation) ORDER BY 1, 2) AS u
+            CROSS JOIN LATERAL (
+                SELECT FROM fencepost.job AS j
+                WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
+                  AND j.exec = 'running' AND j.lease_until <= v_now
+                FOR NO KEY UPDATE SKIP LOCKED) AS j
+            LIMIT p_limit - v_count
         LOOP
             SELECT j.* INTO v_job FROM fencepost.job AS j
             WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_class;
@@ -89,18 +95,21 @@ END $$;
 -- lock: who holds the job may use them.
 CREATE OR REPLACE FUNCTION fencepost._take(
     p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[])
-RETURNS TABLE (at tid, tenant text, operation text) LANGUAGE plpgsql AS $$
+RETURNS TABLE (at tid, job tid) LANGUAGE plpgsql AS $$
 BEGIN
     RETURN QUERY
-    SELECT d.at, d.tenant, d.operation FROM unnest(p_priorities, p_marks) AS l (priority, mark)
+    SELECT d.at, j.at FROM unnest(p_priorities, p_marks) AS l (priority, mark)
     CROSS JOIN LATERAL (
-        SELECT a.ctid AS at, a.tenant, a.operation FROM fencepost.agenda AS a
-        JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
+        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation, a.epoch FROM fencepost.agenda AS a
         WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
-          AND a.epoch = greatest(p_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
-          AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
-          AND j.open_effects = 0 AND j.epoch = a.epoch
-        ORDER BY a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED) AS d
+          AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
+        ORDER BY a.due) AS d
+    CROSS JOIN LATERAL (
+        SELECT k.ctid AS at FROM fencepost.job AS k
+        WHERE k.tenant = d.tenant AND k.operation = d.operation AND k.class = p_class
+          AND k.exec = 'queued' AND k.generation = d.generation AND k.priority = d.priority AND k.run_at <= p_now
+          AND k.open_effects = 0 AND k.epoch = d.epoch
+        FOR NO KEY UPDATE SKIP LOCKED) AS j
     LIMIT p_limit;
 END $$;
 
@@ -108,23 +117,24 @@ END $$;
 -- crash counts. Work with a pending or unknown effect is never claimed.
 -- Several classes share one order; a class takes no more than its part of it while the others have work. `p_marks` is a
 -- hint from `marks`, or null.
--- Planned anew each time: a plan from when the tables were empty would read every job of a tenant until they are analysed.
+-- Invariant: here and in what is called from here a job is reached from what points to it, by key in a sub-select of its
+-- own or by the place of a row that is locked; there is no other plan. A plain join would let a plan that was made when the
+-- tables were empty read all jobs until they are analysed.
 -- Locks: gate, then job rows that nobody else holds, the most urgent first; no others. Expired leases are reaped first.
 CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off SET plan_cache_mode = force_custom_plan AS $$
+SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_floor bigint;
     v_class record;
     v_took record;
-    -- What is taken.
+    -- What is taken: pointers, and the locked jobs.
     v_at tid[] := '{}';
-    v_tenants text[] := '{}';
-    v_operations text[] := '{}';
+    v_jobs tid[] := '{}';
     v_classes text[] := '{}';
     v_share integer;
 BEGIN
@@ -137,8 +147,10 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
+    p_classes := fencepost._enabled(p_classes);
     PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
+    PERFORM fencepost._wake(p_classes, 100, p_marks);
     SELECT i.floor INTO STRICT v_floor FROM fencepost.installation AS i;
     v_now := clock_timestamp();
     -- First to each class its part of the common order, then what is left to whoever has more.
@@ -162,12 +174,10 @@ BEGIN
     LOOP
         v_share := least(v_class.share, p_limit - cardinality(v_at));
         EXIT WHEN v_share = 0;
-        SELECT array_agg(t.at) AS at, array_agg(t.tenant) AS tenants, array_agg(t.operation) AS operations,
-               array_agg(v_class.class) AS classes INTO v_took
+        SELECT array_agg(t.at) AS at, array_agg(t.job) AS jobs, array_agg(v_class.class) AS classes INTO v_took
         FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
         v_at := v_at || v_took.at;
-        v_tenants := v_tenants || v_took.tenants;
-        v_operations := v_operations || v_took.operations;
+        v_jobs := v_jobs || v_took.jobs;
         v_classes := v_classes || v_took.classes;
     END LOOP;
     RETURN QUERY
@@ -180,11 +190,10 @@ BEGIN
             attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
             finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(v_at, v_tenants, v_operations, v_classes) AS c (at, tenant, operation, class)
+        FROM unnest(v_at, v_jobs, v_classes) AS c (at, job, class)
         JOIN fencepost.job_class AS k ON k.class = c.class
-        WHERE j.tenant = c.tenant AND j.operation = c.operation AND j.class = c.class
-          AND j.exec = 'queued' AND j.open_effects = 0
-          AND j.epoch = greatest(v_floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
+        WHERE j.ctid = c.job AND j.exec = 'queued' AND j.open_effects = 0
+          AND j.epoch = greatest(v_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
         RETURNING j.*, c.at, k.max_attempts AS class_max_attempts, k.lease
     ), recorded AS (
         INSERT INTO fencepost.attempt (tenant, attempt, operation, class, generation, owner, epoch, mode)

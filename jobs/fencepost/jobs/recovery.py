@@ -1,0 +1,167 @@
+"""Recovery: a restored database acts again only under an epoch beyond the witness's, with what it lost held for evidence.
+
+what the restored database says          what recovery makes of it
+job done                                 stays; its effects too
+job running, queued, waiting, held       held; blocked where an effect is unknown
+job cancelled, poison                    stays, under another generation
+any job that is not done                 suspect: begins nothing that was not reconciled
+effect success, resolved_applied         stays
+effect pending, failed_before_dispatch,  unknown, by no attempt; "not applied" only after the longest call of its class
+  resolved_not_applied
+effect that it does not know             none is made up; a runner's journal or a reconciliation makes it
+event not acked                          sent again, in a new era
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, LiteralString
+from uuid import uuid4
+
+from psycopg import Connection
+from psycopg.rows import class_row
+
+from fencepost.jobs.authority import By
+from fencepost.jobs.journal_begins import Begins, present
+from fencepost.jobs.journal_records import Begin
+from fencepost.jobs.journal_scan import scan
+from fencepost.schemas import arming
+from fencepost.schemas.connect import connect
+from fencepost.schemas.witness import Mark, Record, Witness, confirm, intend
+
+__all__ = ["Hold", "Recovered", "holds", "present_journals", "recover"]
+
+# Numbers of events that may have been given in what was lost: the next ones are beyond them.
+NUMBERS = 1_000_000
+ANSWER_SECONDS = 3600.0
+
+RECOVER: LiteralString = """
+SELECT epoch, era, jobs, unknown, unsent FROM fencepost.recover(
+    %(installation)s, %(next_seq)s, %(next_nonce)s, %(epoch)s, %(restrictions)s::text[], %(numbers)s,
+    %(actor)s, %(reason)s, %(evidence)s)"""
+LOST: LiteralString = """
+SELECT fencepost.note_lost_begin(%(tenant)s, %(operation)s, %(class)s, %(effect_key)s, %(effect_attempt)s)"""
+HOLDS: LiteralString = """
+SELECT h.what, h.owner, h.tenant, h.class AS job_class, h.count, h.oldest FROM fencepost.holds() AS h
+ORDER BY h.what, h.owner, h.tenant, h.class"""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What does not proceed by itself, and whose it is; ``can resume`` needs a release and nothing else."""
+
+    what: str
+    owner: str
+    tenant: str | None
+    job_class: str | None
+    count: int
+    oldest: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a recovery did: ``jobs`` are suspect, ``unknown`` effects need evidence, ``unsent`` events are sent again.
+
+    ``presented`` begins of the journals are unknown, or were known; ``lost`` ones belong to jobs that this database does
+    not have. ``damaged`` journals could be read in part only. ``already`` when the database was armed, and nothing was done.
+    """
+
+    epoch: int
+    era: int = 0
+    jobs: int = 0
+    unknown: int = 0
+    unsent: int = 0
+    presented: int = 0
+    lost: tuple[Begin, ...] = ()
+    damaged: tuple[str, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    already: bool = False
+
+
+def recover(
+    dsn: str,
+    witness: Path | Witness,
+    by: By,
+    *,
+    journals: Sequence[Path] = (),
+    numbers: int = NUMBERS,
+    dry_run: bool = False,
+) -> Recovered:
+    """Arms a restored database under a new epoch, frozen, with everything held; says what can resume and what cannot.
+
+    Takes transactions of its own. Applications must not write meanwhile: it waits five seconds for open transactions that
+    enqueue or submit (LockNotAvailable, and nothing has changed). ``journals`` are the runners' folders: their begins that
+    this database lost are unknown, or noted where the job is lost too. ``numbers``: more than the events per restore that
+    were lost. Call it again after a crash. Raises WitnessMismatch for another installation's witness.
+    """
+    outside = arming.as_witness(witness)
+    with outside.held(), connect(dsn, answer_within=ANSWER_SECONDS) as conn:
+        tip = arming.read_tip(conn)
+        if tip.armed:
+            return Recovered(tip.epoch, holds=tuple(holds(conn)), already=True)
+        record = arming.moved(outside.read(), tip)
+        mark = beyond(record, tip)
+        values = arming.parameters(record, mark) | {"numbers": numbers} | by.values()
+        if not dry_run:
+            # Crash here: [U1] told and not recovered: as disarmed as before; a recovery begins anew, one epoch further.
+            record = intend(outside, record, mark)
+        row = conn.execute(RECOVER, values).fetchone()
+        assert row is not None
+        epoch, era, jobs, unknown, unsent = row
+        done = Recovered(epoch, era, jobs, unknown, unsent)
+        if dry_run:
+            done = replace(done, holds=tuple(holds(conn)))
+            conn.rollback()
+            return done
+        conn.commit()
+        # Crash here: [U2] recovered and not confirmed: the intended turn is found as the tip.
+        confirm(outside, record, mark)
+        presented, lost, damaged = present_journals(conn, journals)
+        return replace(done, presented=presented, lost=lost, damaged=damaged, holds=tuple(holds(conn)))
+
+
+def beyond(record: Record, tip: arming.Tip) -> Mark:
+    """A turn and an epoch that neither the witness nor the database has ever seen.
+
+    Invariant: the epoch is counted from the witness; the restored database has forgotten the newest ones.
+    """
+    marks = [m for m in (record.head, record.intended) if m is not None]
+    seq = max(tip.seq, *(m.seq for m in marks))
+    return Mark(seq + 1, uuid4(), max(record.epoch, tip.epoch) + 1)
+
+
+def present_journals(conn: Connection[Any], folders: Iterable[Path]) -> tuple[int, tuple[Begin, ...], tuple[str, ...]]:
+    """Every begin in those journals is known to the database or unknown in it, or noted with its lost job; commits each.
+
+    Returns how many were presented, those of lost jobs, and the journals that do not verify to their end.
+    """
+    presented, lost, damaged = 0, list[Begin](), list[str]()
+    for folder in folders:
+        begins = Begins()
+        if scan(folder, begins.take).damage is not None:
+            damaged.append(str(folder))
+        for begin in (*begins.matched.values(), *begins.unmatched.values()):
+            if present(conn, begin) == "no_job":
+                conn.execute(
+                    LOST,
+                    {
+                        "tenant": begin.tenant,
+                        "operation": begin.operation,
+                        "class": begin.job_class,
+                        "effect_key": begin.effect_key,
+                        "effect_attempt": begin.effect_attempt,
+                    },
+                )
+                lost.append(begin)
+            presented += 1
+            conn.commit()
+    return presented, tuple(lost), tuple(damaged)
+
+
+def holds(conn: Connection[Any]) -> list[Hold]:
+    """What does not proceed by itself, with its owner; works on a disarmed database too."""
+    with conn.cursor(row_factory=class_row(Hold)) as cursor:
+        return cursor.execute(HOLDS).fetchall()

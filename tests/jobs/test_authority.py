@@ -1,0 +1,365 @@
+"""Rotation, freeze, restriction, release and seal: what is allowed before and after, and what is refused meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from fencepost.jobs import authority
+from fencepost.jobs.authority import By, freeze, lift, release, restrict, rotate, seal, thaw
+from fencepost.jobs.claim import claim
+from fencepost.jobs.fence import Fence, complete, fence
+from fencepost.jobs.publish import publish
+from fencepost.jobs.reconcile import reconcile
+from fencepost.jobs.recovery import holds
+from fencepost.jobs.renew import renew
+from fencepost.schemas import arming
+from fencepost.schemas.errors import (
+    EffectOpen,
+    EpochFrozen,
+    NotArmed,
+    Restricted,
+    StaleFence,
+    UnknownJob,
+    WitnessMismatch,
+    WrongVersion,
+)
+from fencepost.schemas.witness import FileWitness
+from support.database import Database, Databases
+from support.jobs import (
+    CLASS,
+    Background,
+    Conn,
+    age_effect,
+    begun,
+    claimed,
+    column,
+    effect,
+    given,
+    results,
+    save,
+    show,
+    two,
+    waiting,
+)
+from support.processes import wait_for
+from support.restores import restores
+from support.roles import separated
+
+BY = By("ann", "why", "ticket 7")
+
+
+def version(conn: Conn) -> int:
+    row = conn.execute("SELECT max(seq) FROM fencepost.authority_log").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def newest(conn: Conn) -> tuple[str, dict[str, Any]]:
+    row = conn.execute("SELECT kind, detail FROM fencepost.authority_log ORDER BY seq DESC LIMIT 1").fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+def rotated(database: Database, **options: Any) -> authority.Rotated:
+    return rotate(database.dsn, database.state, BY, **options)
+
+
+def write(f: Fence) -> Callable[[Conn], object]:
+    return lambda conn: publish(conn, f, lambda tx: save(tx, f.operation))
+
+
+def test_a_rotation_holds_running_and_queued_work_until_it_is_released(database: Database) -> None:
+    with database.connect(autocommit=True) as conn:
+        given(conn, "running")
+        given(conn, "queued")
+        mine = claimed_one(conn, "running")
+        renew(conn, mine)  # the control
+
+        done = rotated(database, tenant="t")
+
+        assert (done.held, done.blocked) == (1, 0)
+        assert show(conn, "running") == "held" and column(conn, "reason", "running") == "old_epoch"
+        with pytest.raises(StaleFence):
+            write(mine)(conn)
+        assert claim(conn, "b", [CLASS], 10) == []
+        assert show(conn, "queued") == "queued"
+        assert {h.what: h.count for h in holds(conn) if h.tenant == "t"} == {"frozen": 1, "can resume": 2}
+
+        assert release(conn, BY, tenant="t").released == 2
+        jobs = claim(conn, "b", [CLASS], 10)
+        assert {j.operation for j in jobs} == {"running", "queued"} and {j.fence.epoch for j in jobs} == {done.epoch}
+        for job in jobs:
+            write(job.fence)(conn)
+        with pytest.raises(StaleFence):
+            write(mine)(conn)
+        assert results(conn, "running") == ["a"]
+
+
+def claimed_one(conn: Conn, operation: str) -> Fence:
+    """The claim of one job of several."""
+    rest = conn.execute(
+        "UPDATE fencepost.job SET run_at = run_at + interval '1 hour' WHERE operation <> %(o)s AND exec = 'queued'"
+        " RETURNING operation",
+        {"o": operation},
+    ).fetchall()
+    fence = claimed(conn, operation).fence
+    conn.execute(
+        "UPDATE fencepost.job SET run_at = run_at - interval '1 hour' WHERE operation = ANY (%(o)s)",
+        {"o": [row[0] for row in rest]},
+    )
+    return fence
+
+
+def test_a_rotation_of_one_tenant_leaves_the_others_alone_and_one_of_everybody_does_not(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn, "ours", tenant="t")
+        given(conn, "theirs", tenant="u")
+        fences = {str(j.operation): j.fence for j in claim(conn, "a", [CLASS], 10)}
+
+        rotated(database18, tenant="t")
+
+        renew(conn, fences["theirs"])
+        with pytest.raises(StaleFence):
+            renew(conn, fences["ours"])
+        rotated(database18)
+        with pytest.raises(StaleFence):
+            renew(conn, fences["theirs"])
+        assert release(conn, BY).released == 2
+
+
+def test_a_pending_effect_blocks_what_a_rotation_takes_away(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        begun(conn, claimed(conn).fence)
+
+        assert rotated(database18, tenant="t").blocked == 1
+
+        assert show(conn) == "blocked" and effect(conn, "state") == "unknown"
+        with pytest.raises(EffectOpen):
+            release(conn, BY, tenant="t", job_class=CLASS, operation="op-1")
+        assert release(conn, BY, tenant="t") == (0, 1, None)
+        age_effect(conn)
+        reconcile(
+            *(conn, "t", "op-1", "e1"),
+            version=effect(conn, "version"),
+            verdict="not_applied",
+            actor="ann",
+            reason="asked",
+            evidence_kind="provider_statement",
+            evidence_ref="provider/1",
+        )
+        assert claim(conn, "b", [CLASS], 10) == []  # queued, and of the old epoch
+        assert release(conn, BY, tenant="t", job_class=CLASS, operation="op-1").released == 1  # the control
+        thaw(conn, BY, tenant="t")
+        begun(conn, claimed(conn).fence)
+
+
+def test_release_goes_in_batches_and_gives_no_attempt_beyond_the_budget(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        for n in range(5):
+            given(conn, f"op-{n}", max_attempts=1)
+        claimed_one(conn, "op-3")
+        rotated(database18)
+
+        seen, after = 0, None
+        for _ in range(3):
+            batch = release(conn, BY, limit=2, after=after)
+            seen, after = seen + batch.released, batch.after
+        assert seen == 5 and after is None
+        assert show(conn, "op-3") == "poison" and column(conn, "reason", "op-3") == "attempts_exhausted"
+        assert len(claim(conn, "b", [CLASS], 10)) == 4
+        with pytest.raises(UnknownJob):
+            release(conn, BY, tenant="t", job_class=CLASS, operation="none")
+
+
+def test_a_freeze_stops_begins_and_nothing_else(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        mine = claimed(conn).fence
+        for tenant in ("t", None):
+            freeze(conn, BY, tenant=tenant)
+            with pytest.raises(EpochFrozen):
+                begun(conn, mine)
+            renew(conn, mine)
+            thaw(conn, BY, tenant=tenant)
+        begun(conn, mine)
+
+
+@pytest.mark.parametrize(("kind", "subject"), [("tenant", "t"), ("class", CLASS)])
+def test_restricted_work_is_held_and_not_claimed_until_it_is_lifted(
+    database18: Database, kind: authority.Kind, subject: str
+) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn, "running")
+        given(conn, "queued")
+        mine = claimed_one(conn, "running")
+
+        assert restrict(database18.dsn, database18.state, BY, kind, subject).held == 0
+
+        assert show(conn, "running") == "held"
+        with pytest.raises(StaleFence):
+            write(mine)(conn)
+        assert claim(conn, "b", [CLASS], 10) == []
+        with pytest.raises(Restricted):
+            if kind == "tenant":
+                release(conn, BY, tenant=subject)
+            release(conn, BY, job_class=subject)
+        assert release(conn, BY).released == 0
+        assert not lift(database18.dsn, database18.state, BY, kind, "another")
+        assert lift(database18.dsn, database18.state, BY, kind, subject)
+        assert FileWitness(database18.state).read().restrictions == ()
+        assert [j.operation for j in claim(conn, "b", [CLASS], 10)] == ["queued"]
+        assert release(conn, BY, tenant="t").released == 1
+        assert [j.operation for j in claim(conn, "b", [CLASS], 10)] == ["running"]
+
+
+def test_a_revoked_login_is_refused_everything_and_another_is_not(databases18: Databases) -> None:
+    with separated(databases18) as roles:
+        one, other = roles.login("executor"), roles.login("executor", "reader")
+        with roles.database.connect(autocommit=True) as conn:
+            given(conn)
+        with one.connect(autocommit=True) as a, other.connect(autocommit=True) as b:
+            assert claim(a, "a", [CLASS], 1)
+
+            restrict(roles.database.dsn, roles.database.state, BY, "principal", roles.name("executor"))
+
+            with pytest.raises(Restricted):
+                claim(a, "a", [CLASS], 1)
+            assert claim(b, "b", [CLASS], 1) == []
+            lift(roles.database.dsn, roles.database.state, BY, "principal", roles.name("executor"))
+            assert claim(a, "a", [CLASS], 1) == []
+
+
+def test_a_change_about_an_older_version_is_refused_and_every_one_is_in_the_chain(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        looked_at = version(conn)
+        freeze(conn, By("ann", "why", version=looked_at), tenant="t")  # the control
+        kind, detail = newest(conn)
+        assert kind == "frozen" and (detail["actor"], detail["reason"], detail["tenant"]) == ("ann", "why", "t")
+
+        for late in (
+            lambda: thaw(conn, By("ann", "why", version=looked_at), tenant="t"),
+            lambda: release(conn, By("ann", "why", version=looked_at)),
+            lambda: rotate(database18.dsn, database18.state, By("ann", "why", version=looked_at)),
+            lambda: restrict(database18.dsn, database18.state, By("ann", "why", version=looked_at), "tenant", "t"),
+            lambda: lift(database18.dsn, database18.state, By("ann", "why", version=looked_at), "tenant", "t"),
+            lambda: seal(database18.dsn, database18.state, By("ann", "why", version=looked_at)),
+        ):
+            with pytest.raises(WrongVersion):
+                late()
+        assert arming.read_tip(conn).armed
+        rotated(database18)
+        assert conn.execute("SELECT fencepost.verify_authority()").fetchone() == (None,)
+        entry = version(conn)
+        conn.execute("SET session_replication_role = replica")
+        conn.execute(
+            'UPDATE fencepost.authority_log SET detail = detail || \'{"reason": "other"}\' WHERE seq = %s', (entry,)
+        )
+        assert conn.execute("SELECT fencepost.verify_authority()").fetchone() == (entry,)
+        conn.execute(
+            'UPDATE fencepost.authority_log SET detail = detail || \'{"reason": "why"}\' WHERE seq = %s', (entry,)
+        )
+        assert conn.execute("SELECT fencepost.verify_authority()").fetchone() == (None,)
+
+
+def test_a_dry_run_says_what_would_happen_and_changes_nothing(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        mine = claimed(conn).fence
+        before, witness = version(conn), FileWitness(database18.state).read()
+
+        would = rotated(database18, tenant="t", dry_run=True)
+        restrict(database18.dsn, database18.state, BY, "tenant", "t", dry_run=True)
+        seal(database18.dsn, database18.state, BY, dry_run=True)
+
+        assert version(conn) == before and FileWitness(database18.state).read() == witness
+        renew(conn, mine)
+        assert rotated(database18, tenant="t") == would  # the control
+
+
+def test_a_rotation_waits_for_a_publication_under_way_and_what_comes_later_waits_for_it(database: Database) -> None:
+    with two(database) as (auto, manual):
+        given(auto, "early")
+        given(auto, "late")
+        early, late = claimed_one(auto, "early"), claimed_one(auto, "late")
+        fence(manual, early)
+        save(manual, "early")
+        rotation = Background(database, lambda _: rotated(database, tenant="t"))
+        query = "SELECT count(*) FROM pg_locks WHERE mode = 'ExclusiveLock' AND NOT granted AND relation = 'fencepost.gate'::regclass"
+        wait_for(lambda: auto.execute(query).fetchone() == (1,), 10, "the rotation to wait for the gate")
+        after = Background(database, write(late))
+        waiting(auto, after.pid)
+        complete(manual, early)
+        manual.commit()
+
+        assert rotation.outcome().held == 1
+        with pytest.raises(StaleFence):
+            after.outcome()
+        assert results(auto, "early") == ["a"] and results(auto, "late") == []
+
+
+def test_a_rotation_that_cannot_have_the_gate_changes_nothing(database18: Database) -> None:
+    with two(database18) as (auto, manual):
+        given(auto)
+        mine = claimed(auto).fence
+        manual.execute("LOCK TABLE fencepost.gate IN ROW SHARE MODE")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            rotated(database18, tenant="t")
+        manual.rollback()
+        renew(auto, mine)
+        assert rotated(database18, tenant="t").held == 1  # the control
+
+
+def test_a_rotation_needs_an_armed_database_and_its_witness(database18: Database, databases18: Databases) -> None:
+    other = databases18.migrated()
+    try:
+        with pytest.raises(WitnessMismatch):
+            rotate(database18.dsn, other.state, BY)
+    finally:
+        databases18.drop(other)
+    with database18.connect(autocommit=True) as conn:
+        assert arming.read_tip(conn).armed
+        conn.execute("DELETE FROM fencepost.ticket")
+        with pytest.raises(NotArmed):
+            freeze(conn, BY)
+        # A refused rotation leaves the database as a keeper would find it, and as it would leave it.
+        with pytest.raises(NotArmed):
+            rotated(database18)
+        assert arming.read_tip(conn).armed
+        rotated(database18)  # the control
+
+
+def test_a_sealed_database_stays_disarmed_where_it_is_until_somebody_breaks_the_seal(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        seal(database18.dsn, database18.state, BY)
+
+        with pytest.raises(NotArmed):
+            claim(conn, "a", [CLASS], 1)
+        with pytest.raises(WitnessMismatch) as caught:
+            arming.ensure_armed(database18.dsn, database18.state)
+        assert caught.value.field == "sealed"
+        arming.arm(database18.dsn, database18.state, unseal=True)
+        assert claim(conn, "a", [CLASS], 1)
+
+
+def test_a_sealed_database_arms_itself_elsewhere_and_the_one_it_left_does_not(databases18: Databases) -> None:
+    with restores(databases18) as made:
+        with made.live.connect(autocommit=True) as conn:
+            given(conn)
+        seal(made.live.dsn, made.live.state, BY)
+        name = made.copy()
+        elsewhere = made.restored(name)
+
+        # A copy with another number, as a move by dump makes it; nothing of it is older than the seal.
+        arming.ensure_armed(elsewhere.dsn, elsewhere.state)
+
+        with elsewhere.connect(autocommit=True) as conn:
+            assert claim(conn, "a", [CLASS], 1)
+            arming.beat(conn, FileWitness(elsewhere.state))
+        with pytest.raises(WitnessMismatch):
+            arming.arm(made.live.dsn, made.live.state, unseal=True)

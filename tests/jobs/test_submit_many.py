@@ -1,0 +1,158 @@
+"""A bulk is in the caller's commit, each of its jobs as if it had been submitted alone, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from fencepost.jobs.claim import JobClassPolicy, claim, register_class
+from fencepost.jobs.submit import submit
+from fencepost.jobs.submit_many import Submission, submit_many
+from fencepost.schemas.connect import connect_async
+from fencepost.schemas.errors import InvalidInput, OperationConflict, WrongTransaction
+from fencepost.schemas.identity import as_class
+from support.database import Database
+from support.jobs import CLASS, Conn, two
+
+ONE: dict[str, Any] = {"tenant": "t", "operation": "a", "args": {"n": 1}}
+
+
+def one(**parts: Any) -> Submission:
+    return Submission(**(ONE | parts))
+
+
+def rows(conn: Conn, *but: str) -> list[tuple[Any, ...]]:
+    return conn.execute(
+        "SELECT tenant, operation, priority, args, meaning, digest, epoch, accepted_epoch, source_event FROM fencepost.job"
+        " WHERE operation <> ALL (%(but)s) ORDER BY tenant, operation",
+        {"but": list(but)},
+    ).fetchall()
+
+
+def test_jobs_of_a_bulk_are_what_they_would_be_alone_and_commit_with_the_caller(database: Database) -> None:
+    with two(database) as (auto, manual):
+        jobs: list[dict[str, Any]] = [
+            {"tenant": f"t{n % 3}", "operation": f"o{n}", "args": {"n": n}, "priority": n % 2} for n in range(7)
+        ]
+        for job in jobs:
+            submit(manual, CLASS, **job)
+        alone = rows(manual)
+        manual.rollback()
+        assert submit_many(manual, CLASS, (Submission(**job) for job in jobs)) == [True] * 7
+        assert rows(auto) == []
+        assert rows(manual) == alone
+        manual.commit()
+        assert rows(auto) == alone
+
+
+def test_copies_are_not_new_and_another_meaning_refuses_the_whole_call(database18: Database) -> None:
+    with database18.connect() as conn:
+        jobs = [one(), one(operation="b"), one()]
+        assert submit_many(conn, CLASS, jobs) == [True, True, False]
+        conn.commit()
+        assert submit_many(conn, CLASS, jobs) == [False] * 3
+        before = rows(conn)
+        for other in (
+            [*jobs, one(args={"n": 2})],
+            [Submission("t", "c", {}), Submission("t", "c", {"n": 1})],
+        ):
+            with pytest.raises(OperationConflict, match=f"job {len(other)} ") as refused:
+                submit_many(conn, CLASS, other)
+            assert refused.value.field == "operation"
+            conn.rollback()
+        assert rows(conn) == before
+
+
+def test_a_job_that_cannot_be_stored_is_named_and_nothing_of_its_batch_is_written(database18: Database) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tenant": ""}, "tenant"),
+        ({"operation": "a "}, "operation"),
+        ({"args": {"share": 0.5}}, "share"),
+        ({"priority": 10**9}, "priority"),
+        ({"run_at": datetime(2030, 1, 1)}, "run_at"),
+    ]
+    with database18.connect() as conn:
+        for part, field in wrong:
+            with pytest.raises(InvalidInput, match="job 2:") as refused:
+                submit_many(conn, CLASS, [one(), one(**part)])
+            assert field in str(refused.value.field)
+            conn.rollback()
+        far = datetime.now(UTC) + timedelta(days=4000)
+        with pytest.raises(InvalidInput, match="job 2 ") as refused:
+            submit_many(conn, CLASS, [one(), one(operation="b", run_at=far)])
+        assert refused.value.field == "run_at"
+        conn.rollback()
+        assert rows(conn) == []
+        assert submit_many(conn, CLASS, []) == []
+    with database18.connect(autocommit=True) as conn, pytest.raises(WrongTransaction):
+        submit_many(conn, CLASS, [one()])
+
+
+def test_the_database_itself_refuses_what_another_client_may_send(database18: Database) -> None:
+    call = "SELECT fencepost.submit_many('report.analyse', %s::text[], %s::text[], %s::bytea[], %s::text[], %s::uuid[], %s::timestamptz[], %s::int[])"
+    good: list[list[Any]] = [["t"], ["o"], [b"{}"], ["ref:x"], [None], [None], [None]]
+    with database18.connect(autocommit=True) as conn:
+        assert conn.execute(call, good).fetchone() == ([True],)
+        for index, value, field in (
+            (0, [None], "tenant"),
+            (1, [""], "operation"),
+            (2, [None], "args"),
+            (2, [b"x" * 1048577], "args"),
+            (3, ["x"], "binding"),
+            (6, [], "jobs"),
+        ):
+            bad = [*good[:index], value, *good[index + 1 :]]
+            with pytest.raises(InvalidInput) as refused:
+                conn.execute(call, bad)
+            assert refused.value.field == field
+        with pytest.raises(InvalidInput) as refused:
+            conn.execute(call, [[v[0]] * 1001 for v in good])
+        assert refused.value.field == "jobs"
+
+
+def test_a_long_bulk_goes_in_batches_and_is_claimed(database18: Database) -> None:
+    with database18.connect() as conn:
+        many = (Submission("t", f"o{n:05}", {"n": n}) for n in range(2501))
+        assert submit_many(conn, CLASS, many) == [True] * 2501
+        big = "x" * 1_000_000
+        assert submit_many(conn, CLASS, (Submission("t", f"p{n}", {"text": big}) for n in range(9))) == [True] * 9
+        conn.commit()
+    with database18.connect(autocommit=True) as conn:
+        register_class(conn, JobClassPolicy(as_class(CLASS)))
+        assert [job.operation for job in claim(conn, "w", [CLASS], 3)] == ["o00000", "o00001", "o00002"]
+
+
+def test_two_bulks_of_the_same_jobs_in_opposite_order_do_not_block_each_other_for_good(database18: Database) -> None:
+    jobs = [Submission("t", f"o{n:03}", {"n": n}) for n in range(200)]
+    results: list[list[bool]] = []
+
+    def bulk(order: list[Submission], together: threading.Barrier) -> None:
+        with database18.connect() as conn:
+            together.wait(10)
+            results.append(submit_many(conn, CLASS, order))
+            conn.commit()
+
+    together = threading.Barrier(2)
+    threads = [threading.Thread(target=bulk, args=(order, together)) for order in (jobs, jobs[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(sum(new) for new in results) == [0, 200]
+
+
+def test_the_asynchronous_form_is_the_same(database18: Database) -> None:
+    async def main() -> None:
+        async with await connect_async(database18.dsn) as conn:
+            assert await submit_many(conn, CLASS, [one()]) == [True]
+            assert await submit_many(conn, CLASS, [one()]) == [False]
+            await conn.rollback()
+        async with await connect_async(database18.dsn, autocommit=True) as conn:
+            with pytest.raises(WrongTransaction):
+                await submit_many(conn, CLASS, [one()])
+
+    asyncio.run(main())

@@ -1,0 +1,179 @@
+"""`fencepost authority`: every act with its dry run, its version, its refusals and exit codes, by the right login only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fencepost.jobs.authority import By, freeze
+from fencepost.jobs.claim import claim
+from fencepost.schemas import arming
+from support.command_line import Fencepost, running
+from support.database import Database, Databases
+from support.jobs import CLASS, begun, claimed, effect, given, show
+from support.processes import wait_for
+from support.restores import Restores, restores
+from support.roles import Roles, separated
+
+WHY = ("--reason", "why", "--evidence", "ticket 7", "--actor", "ann")
+
+
+@pytest.fixture
+def made(databases18: Databases) -> Iterator[Restores]:
+    with restores(databases18) as found:
+        yield found
+
+
+def version(fencepost: Fencepost, database: Database) -> int:
+    return int(json.loads(fencepost(database, "authority", "status", "--json").out)["version"])
+
+
+def test_each_change_is_tried_made_and_shown(database18: Database, fencepost: Fencepost) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn, tenant="acme")
+    before = version(fencepost, database18)
+    acts = (
+        ("rotate", "--tenant", "acme"),
+        ("rotate", "--all"),
+        ("freeze", "--tenant", "acme"),
+        ("thaw", "--tenant", "acme"),
+        ("thaw", "--all"),
+        ("release", "--tenant", "acme"),
+        ("restrict", "tenant", "acme"),
+        ("lift", "tenant", "acme"),
+        ("restrict", "class", CLASS),
+        ("lift", "class", CLASS),
+        ("restrict", "principal", "eve"),
+        ("lift", "principal", "eve"),
+    )
+    for act in acts:
+        looked_at = str(version(fencepost, database18))
+        tried = fencepost(database18, "authority", *act, *WHY, "--dry-run", "--expect-version", looked_at)
+        if act[0] != "lift":
+            assert tried.out.startswith("dry run, nothing was changed: "), act
+        assert tried.code == 0, (act, tried.err)
+        assert str(version(fencepost, database18)) == looked_at, act
+        done = fencepost(database18, "authority", *act, *WHY, "--expect-version", looked_at)
+        assert (done.code, done.err) == (0, ""), act
+        late = fencepost(database18, "authority", *act, *WHY, "--expect-version", looked_at)
+        assert late.code == 1 and "look again: fencepost authority status" in late.line, act
+    found = json.loads(fencepost(database18, "authority", "status", "--json", "--history", "100").out)
+    assert found["armed"] is True and found["history"] == "verified" and found["version"] == before + len(acts)
+    newest = found["changes"][0]
+    assert (newest["kind"], newest["actor"], newest["reason"]) == ("lifted", "ann", "why")
+    assert newest["detail"]["evidence"] == "ticket 7"
+    shown = fencepost(database18, "authority", "status").out
+    assert "armed: this database may publish" in shown and "lifted" in shown
+
+
+def test_what_does_not_hold_is_refused_in_one_line_with_its_exit_code(
+    database18: Database, fencepost: Fencepost
+) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        begun(conn, claimed(conn).fence)
+    nobody = fencepost(database18, "authority", "rotate", *WHY)
+    assert nobody.code == 1 and "--tenant NAME or --all" in nobody.line
+    assert fencepost(database18, "authority", "rotate", "--tenant", "t", *WHY).code == 0  # the control
+    named = ("--tenant", "t", "--class", CLASS, "--operation", "op-1")
+    assert fencepost(database18, "authority", "release", *named, *WHY).code == 4  # not known what became of its effect
+    done = fencepost(database18, "authority", "release", "--tenant", "t", *WHY, "--json")
+    assert json.loads(done.out) == {"released": 0, "open": 1, "dry_run": False}
+    assert fencepost(database18, "authority", "lift", "tenant", "nobody", *WHY).code == 1
+    listed = fencepost(database18, "jobs", "list", "--state", "blocked", "--json")
+    assert len(json.loads(listed.out)) == 1
+
+
+def test_a_sealed_database_is_armed_again_on_purpose(database18: Database, fencepost: Fencepost) -> None:
+    assert fencepost(database18, "authority", "seal", *WHY, "--dry-run").code == 0
+    assert fencepost(database18, "authority", "arm").out == "armed already\n"
+    assert fencepost(database18, "authority", "seal", *WHY).code == 0
+    assert fencepost(database18, "authority", "freeze", "--all", *WHY).code == 1
+    assert json.loads(fencepost(database18, "authority", "status", "--json").out)["armed"] is False
+    assert fencepost(database18, "authority", "arm").out == "armed\n"
+    assert fencepost(database18, "authority", "freeze", "--all", *WHY).code == 0
+
+
+def test_a_restored_database_is_recovered_and_says_what_can_resume(made: Restores, fencepost: Fencepost) -> None:
+    with made.live.connect(autocommit=True) as conn:
+        given(conn)
+        begun(conn, claimed(conn).fence)
+    old = made.restored(made.backup())
+    refused = fencepost(old, "authority", "freeze", "--all", *WHY)
+    assert refused.code == 1 and "not armed" in refused.line
+    assert fencepost(old, "authority", "arm").code == 1
+    tried = fencepost(old, "authority", "recover", *WHY, "--dry-run")
+    assert tried.code == 0 and tried.out.startswith("dry run, nothing was changed: ")
+
+    done = json.loads(fencepost(old, "authority", "recover", *WHY, "--json").out)
+
+    assert (done["jobs"], done["unknown"], done["epoch"]) == (1, 1, 2)
+    assert {h["what"]: h["owner"] for h in done["holds"]} == {
+        "frozen": "authority admin",
+        "effect unknown": "operator",
+    }
+    again = fencepost(old, "authority", "recover", *WHY)
+    assert again.code == 0 and "nothing to recover" in again.out
+    with old.connect(autocommit=True) as conn:
+        assert (show(conn), effect(conn, "state")) == ("blocked", "unknown")
+        assert claim(conn, "b", [CLASS], 1) == []
+
+
+def test_a_guard_arms_again_after_a_restart_and_beats_until_it_is_told_to_end(
+    database18: Database, tmp_path: Path
+) -> None:
+    with running(database18, "authority", "guard", folder=tmp_path), database18.connect(autocommit=True) as conn:
+        seq = arming.read_tip(conn).seq
+        wait_for(lambda: arming.read_tip(conn).seq > seq, 20, "a beat")
+        conn.execute("DELETE FROM fencepost.ticket")
+        wait_for(lambda: arming.read_tip(conn).armed, 20, "the guard to arm it again")
+
+
+@pytest.fixture(scope="module")
+def roles(databases18: Databases) -> Iterator[Roles]:
+    with separated(databases18) as made:
+        yield made
+
+
+ACTS = (
+    ("rotate", "--tenant", "t"),
+    ("freeze", "--all"),
+    ("thaw", "--all"),
+    ("release", "--all"),
+    ("restrict", "class", "c"),
+    ("lift", "class", "c"),
+    ("seal", "--dry-run"),
+)
+
+
+def test_only_an_authority_admin_changes_authority(roles: Roles, fencepost: Fencepost) -> None:
+    admin = roles.login("authority_admin")
+    for role in (
+        "producer",
+        "relay",
+        "consumer",
+        "executor",
+        "projector",
+        "reconciler",
+        "armer",
+        "maintenance",
+        "reader",
+    ):
+        other = roles.login(role)
+        for act in ACTS:
+            refused = fencepost(other, "authority", *act, *WHY)
+            assert refused.code == 1 and "permission denied" in refused.line, (role, act, refused.err)
+        with other.connect(autocommit=True) as conn, pytest.raises(Exception, match="permission denied"):
+            freeze(conn, By("eve", "why"))
+    for act in ACTS:
+        done = fencepost(admin, "authority", *act, *WHY)
+        assert done.code == 0, (act, done.err)
+    assert fencepost(admin, "authority", "status").code == 0
+    with roles.database.connect(autocommit=True) as conn:
+        conn.execute("DELETE FROM fencepost.ticket")
+    for role in ("executor", "reconciler", "armer"):
+        assert fencepost(roles.login(role), "authority", "recover", *WHY).code == 1
+    assert fencepost(admin, "authority", "recover", *WHY).code == 0
