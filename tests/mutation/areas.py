@@ -9,7 +9,7 @@ from pathlib import Path
 from mutation.predicates import Function, functions
 
 # What tries guards one by one, and each act beside its neighbours.
-ALL = ("jobs/test_guard_refusals.py", "jobs/test_guard_edges.py", "jobs/test_guards.py")
+ALL = ("jobs/test_guard_refusals.py", "jobs/test_guard_edges.py", "jobs/test_guard_effects.py", "jobs/test_guards.py")
 TESTS = Path(__file__).resolve().parents[1]
 
 
