@@ -2401,7 +2401,7 @@ BEGIN
         WITH due AS MATERIALIZED (
             SELECT e.tenant, e.operation, e.class, e.effect_key FROM fencepost.effect AS e
             WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp()))
-        SELECT e.tenant, e.operation, e.class, e.effect_key
+        SELECT e.tenant, e.operation, e.effect_key
         FROM (SELECT d.* FROM due AS d ORDER BY d.tenant, d.operation, d.effect_key) AS e
         CROSS JOIN LATERAL (
             SELECT FROM fencepost.job AS j
@@ -2409,12 +2409,8 @@ BEGIN
             FOR NO KEY UPDATE SKIP LOCKED) AS j
         LIMIT p_limit
     LOOP
-        IF EXISTS (SELECT FROM fencepost.job AS j
-                   WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class
-                     AND j.exec <> 'running') THEN
-            PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
-            v_count := v_count + 1;
-        END IF;
+        PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
+        v_count := v_count + 1;
     END LOOP;
     RETURN v_count;
 END $$;
@@ -3747,8 +3743,8 @@ DECLARE
 BEGIN
     v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
     IF v_job.open_effects = 0 THEN
-        UPDATE fencepost.job AS j SET attempts = greatest(j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END, 0),
-            finishes = greatest(j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END, 0)
+        UPDATE fencepost.job AS j SET attempts = j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END,
+            finishes = j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END
         WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class
         RETURNING j.* INTO v_job;
     END IF;
