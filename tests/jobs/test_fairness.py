@@ -15,7 +15,7 @@ from support.jobs import CLASS, Conn, given, two
 
 BACKLOG = """
 INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, priority, run_at)
-SELECT %(tenant)s, 'queued-' || n, j.class, j.args, j.meaning, j.digest, 1, 1, %(priority)s, j.run_at + %(later)s::interval
+SELECT %(tenant)s, 'queued-' || n, j.class, j.args, j.meaning, j.digest, j.epoch, j.epoch, %(priority)s, j.run_at + %(later)s::interval
 FROM generate_series(1, %(count)s) AS n, (SELECT * FROM fencepost.job WHERE class = %(class)s AND operation = 'seed') AS j"""
 
 
@@ -160,7 +160,7 @@ def test_tenants_with_work_for_later_only_do_not_hide_one_with_due_work(database
         seeded(conn)
         conn.execute(
             "INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, run_at)"
-            " SELECT 'later-' || n, 'op', j.class, j.args, j.meaning, j.digest, 1, 1, now() + interval '1 h'"
+            " SELECT 'later-' || n, 'op', j.class, j.args, j.meaning, j.digest, j.epoch, j.epoch, now() + interval '1 h'"
             " FROM generate_series(1, 2500) AS n, (SELECT * FROM fencepost.job WHERE operation = 'seed') AS j"
         )
         backlog(conn, "now", 3)

@@ -84,7 +84,7 @@ def test_a_rotation_frees_what_it_takes_away(database18: Database) -> None:
         registered(conn, limit=2)
         assert len(took(conn)) == 2
         assert conn.execute(running).fetchone() == (2,)
-        rotate(database18.dsn, database18.state, By("ann", "a stolen login"))
+        rotate(database18.dsn, database18.state, By("ann", "a stolen login"), tenant="t")
         assert conn.execute(running).fetchone() == (0,)
 
 

@@ -24,7 +24,7 @@ tell = partial(signal, **WHICH)
 
 
 def told(conn: Conn) -> list[tuple[str, bytes]]:
-    return conn.execute("SELECT name, payload FROM fencepost.signal ORDER BY n").fetchall()  # type: ignore[return-value]
+    return conn.execute("SELECT name, payload FROM fencepost.signal ORDER BY n").fetchall()
 
 
 def test_a_signal_commits_with_the_callers_transaction_and_vanishes_with_it(database: Database) -> None:

@@ -352,7 +352,7 @@ def test_every_command_on_an_empty_database_says_what_to_run(
         ("effects", "list"),
         ("effects", "show", *which, "--effect", "e"),
         ("jobs", "list"),
-        ("jobs", "cancel", *which, "--class", "c", "--reason", "r"),
+        ("jobs", "cancel", *which, "--class", "c", "--reason-text", "r"),
         ("relay", "run", "--once"),
         ("relay", "run"),
         ("worker", "run", "early_worker:worker"),

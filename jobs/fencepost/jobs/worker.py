@@ -21,7 +21,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,11 +30,14 @@ import psycopg
 
 from fencepost.jobs.claim import DEFAULT_QUEUE, Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.doorbell import Doorbell, prove
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.queues import CONCURRENCY_MAX, Share, shares
 from fencepost.jobs.run import Run
+from fencepost.jobs.schedule import Arguments, Missed, Schedule, define
+from fencepost.jobs.standing import Standing
 from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
@@ -79,15 +83,22 @@ class Registered:
     asynchronous: bool
     """Whether the handler runs on the event loop."""
     retry: RetryPolicy | None = None
+    implied: bool = False
+    """Whether only a schedule has named it."""
 
 
 @dataclass(slots=True)
 class Polls:
-    """The pause before the next poll, whether the last left no capacity, and whether the operator knows that none claims."""
+    """The pause before the next poll, whether the last left no capacity, and whether the operator knows that none claims.
+
+    ``idle``: the last poll was answered, and left capacity; ``found``: something was claimed since the last rest.
+    """
 
     pause: float = POLL_SECONDS_MIN
     full: bool = False
     told: bool = False
+    idle: bool = False
+    found: bool = False
 
 
 class Hint:
@@ -123,7 +134,10 @@ class Worker:
     def __init__(self, *, owner: str | None = None, journal: Journal | Path | None = None) -> None:
         self.owner = owner or _owner()
         self.journal = Journal(journal) if isinstance(journal, Path) else journal
+        self.standing = Standing(self.owner)
+        """What this worker says of itself; see ``health.serving``."""
         self._classes: dict[str, Registered] = {}
+        self._schedules: dict[str, Schedule] = {}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -182,8 +196,61 @@ class Worker:
         tried = None if retry is None else _retrying(retry)
 
         def registered(handler: H) -> H:
+            if any(each.handler is handler and each.implied for each in self._classes.values()):
+                raise ConfigError(
+                    "periodic is applied before job", field="schedule", hint="put @worker.periodic above @worker.job"
+                )
             asynchronous = inspect.iscoroutinefunction(handler)
             self._classes[name] = Registered(made, reading_args(handler), reconciliation, asynchronous, tried)
+            return handler
+
+        return registered
+
+    def periodic(
+        self,
+        schedule: str,
+        *,
+        tenant: str,
+        cron: str | None = None,
+        every: timedelta | int | None = None,
+        time_zone: str | None = None,
+        args: Arguments | Callable[[datetime], Arguments] | None = None,
+        missed: Missed = "last",
+        grace: float = 60.0,
+    ) -> Callable[[H], H]:
+        """Submits one job of the handler's class for each instant of ``cron`` (five fields, in ``time_zone``) or ``every``.
+
+        @worker.periodic("report.daily", cron="0 3 * * *", time_zone="Europe/Berlin", tenant="acme")
+        @worker.job("report.daily", lease=60)
+        def daily(ctx: Context, job: Job) -> None: ...
+
+        Each instant once, whatever number of workers run and restart: its operation is ``schedule@instant``. ``args``, or
+        what they return for the instant (UTC), is what the job carries; by default ``{"schedule": ..., "at": ...}``.
+        ``missed``: what becomes of instants while nobody ran, ``last``, ``all`` or ``skip`` (`schedule`). ``every``: whole
+        seconds, counted from 1970. Without ``job`` below, the class has the schedule's name and the default policy.
+        """
+
+        def registered(handler: H) -> H:
+            if schedule in self._schedules:
+                raise ConfigError(
+                    f"there is a schedule {schedule} already", field="schedule", hint="name each differently"
+                )
+            classes = [name for name, each in self._classes.items() if each.handler is handler]
+            made = define(
+                schedule,
+                as_class(classes[-1] if classes else schedule, "schedule"),
+                tenant=tenant,
+                cron=cron,
+                every=every,
+                time_zone=time_zone,
+                args=args,
+                missed=missed,
+                grace=grace,
+            )
+            if not classes:
+                self.job(schedule)(handler)
+                self._classes[schedule] = replace(self._classes[schedule], implied=True)
+            self._schedules[schedule] = made
             return handler
 
         return registered
@@ -201,6 +268,7 @@ class Worker:
         upkeep: str | None = None,
         journal: Path | None = None,
         processes: int | None = None,
+        doorbell: bool = False,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
@@ -211,11 +279,13 @@ class Worker:
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
         ``journal`` takes the place of the worker's own. ``processes``: how many computations run at a time (``ctx.compute``;
-        default: one for each core).
+        default: one for each core). With ``doorbell`` an idle worker is rung as soon as a job is due, instead of finding it
+        at the next poll, which comes at most half a second later; it needs a session of its own.
 
-        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class or for
-        queues without one, InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a
-        journal also JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
+        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class, for queues
+        without one and for a doorbell behind a pooler in transaction mode,
+        InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
+        JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
         """
         parts = shares({name: its.policy.queue for name, its in self._classes.items()}, concurrency, queues)
         concurrency = sum(share.most for share in parts)
@@ -223,6 +293,7 @@ class Worker:
             raise ConfigError(f"processes is not between 1 and {CONCURRENCY_MAX}", field="processes")
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
+            schedules = tuple(self._schedules.values())
             run = Run(
                 dsn,
                 self.owner,
@@ -232,31 +303,48 @@ class Worker:
                 upkeep=upkeep,
                 journal=kept,
                 processes=processes,
+                schedules=schedules,
+                standing=self.standing,
             )
             run.start()
             try:
-                self._work(run, dsn, stopping, patience, parts)
+                self._work(run, dsn, stopping, patience, parts, doorbell=doorbell)
             finally:
                 run.finish(drain)
 
-    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float, parts: Sequence[Share]) -> None:
+    def _work(
+        self,
+        run: Run,
+        dsn: str,
+        stopping: threading.Event,
+        patience: float,
+        parts: Sequence[Share],
+        *,
+        doorbell: bool,
+    ) -> None:
         answered = time.monotonic()
+        proved = False
         polls = Polls()
-        served = [name for share in parts for name in share.classes]
         while not stopping.is_set():
             try:
                 with connect(dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
                     run.arm()
-                    for name in served:
-                        registered = self._classes[name]
+                    for registered in self._classes.values():
                         register_class(conn, registered.policy)
                         register(conn, registered.policy.name, registered.reconciliation)
-                    hint = Hint(served)
+                    hint = Hint([name for share in parts for name in share.classes])
+                    bell = Doorbell(conn, POLL_SECONDS_MAX) if doorbell else None
+                    if bell is not None and not proved:
+                        prove(conn, dsn)
+                        proved = True
                     while not stopping.is_set():
                         self._turn(run, conn, hint, polls, parts)
                         answered = time.monotonic()
-                        run.wait(polls.pause, stopping, full=polls.full)
+                        if bell is None or not _rested(bell, polls, stopping):
+                            run.wait(polls.pause, stopping, full=polls.full)
             except (psycopg.OperationalError, Unreachable) as error:
+                self.standing.unanswered()
+                self.standing.moved()
                 if time.monotonic() - answered >= patience:
                     raise
                 log.warning("the database does not answer, trying again: %s", type(error).__name__)
@@ -265,8 +353,10 @@ class Worker:
 
     def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls, parts: Sequence[Share]) -> None:
         """One poll, and how long to wait for the next."""
+        self.standing.moved()
         rooms = [(share, free) for share in parts if (free := run.free(share)) > 0]
         polls.full = len(rooms) < len(parts)
+        polls.idle = False
         if not rooms:
             polls.pause = POLL_SECONDS_MIN
             return
@@ -280,18 +370,22 @@ class Worker:
                 asked = min(free, share.half)
                 jobs = claim(conn, self.owner, share.classes, asked, hint.text)
                 if jobs:
+                    self.standing.claimed(jobs)
                     run.execute(jobs)
                 found = found or bool(jobs)
                 polls.full = polls.full or len(jobs) == asked
                 more = more or len(jobs) == asked < free
         except NotArmed as error:
             run.disarmed()
+            self.standing.answered(armed=False)
             if not polls.told:
                 log.error("nothing is claimed: %s", error)
             polls.pause, polls.told = POLL_SECONDS_MAX, True
             return
+        self.standing.answered(armed=True)
         hint.renew(conn, busy=found)
         polls.told = False
+        polls.idle, polls.found = not polls.full, polls.found or found
         if more:
             polls.pause = 0.0
         else:
@@ -303,6 +397,21 @@ def _retrying(given: RetryPolicy | Retrying | AsyncRetrying) -> RetryPolicy:
     from fencepost.jobs.retrying import policy_of
 
     return policy_of(given)
+
+
+def _rested(bell: Doorbell, polls: Polls, stopping: threading.Event) -> bool:
+    """Rests by the bell after a poll that left capacity, else False: then it is for the pause."""
+    try:
+        if not polls.idle:
+            bell.awake()
+            return False
+        if bell.rest(polls.pause, stopping, found=polls.found):
+            polls.pause = POLL_SECONDS_MIN
+        polls.found = False
+    except NotArmed:
+        # The next poll tells it.
+        return False
+    return True
 
 
 @contextmanager

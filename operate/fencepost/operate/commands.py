@@ -29,6 +29,7 @@ from fencepost.operate import (
     relay,
     replay,
     retention,
+    schedules,
     schemas,
     status,
     worker,
@@ -76,6 +77,7 @@ jobs.app.command("pause")(queues.pause_)
 jobs.app.command("resume")(queues.resume_)
 jobs.app.command("queues")(queues.queues)
 jobs.app.command("orphans")(orphans.orphans)
+jobs.app.add_typer(schedules.app, name="schedules")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")

@@ -22,6 +22,7 @@ from fencepost.operate import (
     protected,
     queues,
     retention,
+    schedules,
     settings,
     unknown_effects,
 )
@@ -89,6 +90,7 @@ def examine(dsn: str, state: Path | Witness) -> Iterator[Finding]:
         yield _checked(protected.whole, conn, "protected")
         yield _checked(queues.paused, conn, "queues")
         yield _checked(unknown_effects.unsettled, conn, "effects")
+        yield _checked(schedules.on_time, conn, "schedules")
 
 
 def _checked(check: Callable[[Connection[Any]], Finding], conn: Connection[Any], name: str = "") -> Finding:
