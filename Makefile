@@ -5,10 +5,11 @@ PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed
 BROKER  ?= embedded
 BENCH   ?=
+MUTATE  ?=
 WORKERS ?= auto
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check model bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer chaos soak stack-up stack-down services
+.PHONY: help demo test check model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer chaos soak stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,6 +29,9 @@ check: $(STAMP) ## linters, both type checkers, import contracts, layout
 	pyright
 	lint-imports
 	$(PY) -m pytest tests/test_layout.py -q
+
+mutate-guards: $(STAMP) services ## each guard of the SQL removed in turn: which test notices (MUTATE="--only fence")
+	PYTHONPATH=tests $(PY) -m mutation $(MUTATE)
 
 model: $(STAMP) ## explore the state machine of jobs: states, invariants, a counterexample for each guard removed
 	PYTHONPATH=tests $(PY) -m model

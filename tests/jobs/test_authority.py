@@ -20,6 +20,7 @@ from fencepost.schemas import arming
 from fencepost.schemas.errors import (
     EffectOpen,
     EpochFrozen,
+    InvalidInput,
     NotArmed,
     Restricted,
     StaleFence,
@@ -230,6 +231,9 @@ def test_a_revoked_login_is_refused_everything_and_another_is_not(databases18: D
 
             with pytest.raises(Restricted):
                 claim(a, "a", [CLASS], 1)
+            (myself,) = b.execute("SELECT session_user").fetchone() or ("",)
+            with pytest.raises(InvalidInput):
+                restrict(other.dsn, roles.database.state, BY, "principal", myself)
             assert claim(b, "b", [CLASS], 1) == []
             lift(roles.database.dsn, roles.database.state, BY, "principal", roles.name("executor"))
             assert claim(a, "a", [CLASS], 1) == []
@@ -334,6 +338,10 @@ def test_a_rotation_needs_an_armed_database_and_its_witness(database18: Database
         rotated(database18)  # the control
 
 
+def dies(*_: object) -> None:
+    """No keeper is there."""
+
+
 def test_a_restriction_whose_commit_is_lost_is_put_into_force_by_the_next_arm(
     database18: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,8 +349,9 @@ def test_a_restriction_whose_commit_is_lost_is_put_into_force_by_the_next_arm(
         given(conn)
         restrict(database18.dsn, database18.state, BY, "tenant", "u")  # the control
         with monkeypatch.context() as patch:
-            patch.setattr(authority, "_one", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
+            patch.setattr(authority, "ROTATE", "SELECT 1 / 0, 1")
+            patch.setattr(arming, "ensure_armed", dies)
+            with pytest.raises(psycopg.errors.DivisionByZero):
                 restrict(database18.dsn, database18.state, BY, "tenant", "t")
         with pytest.raises(NotArmed):
             claim(conn, "a", [CLASS], 1)

@@ -163,6 +163,8 @@ def test_begins_of_the_runners_journals_are_unknown_and_those_of_lost_jobs_are_n
     done = recovered(old, journals=[tmp_path / "journal"])
 
     assert (done.presented, [b.operation for b in done.lost], done.damaged) == (3, ["lost"], ())
+    again = recovered(old, journals=[tmp_path / "journal"])
+    assert again.already and (again.presented, again.lost, again.holds) == (3, done.lost, done.holds)
     with old.connect(autocommit=True) as conn:
         assert [show(conn, o) for o in ("kept", "known")] == ["blocked", "blocked"]
         assert effect(conn, "reason", "kept") == "journalled_begin"

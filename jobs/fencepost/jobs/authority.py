@@ -35,6 +35,7 @@ Kind = Literal["tenant", "class", "principal"]
 BEGIN_CHANGE: LiteralString = """
 SELECT fencepost.begin_change(%(installation)s, %(seq)s, %(nonce)s, %(system_identifier)s, %(timeline)s, %(database_oid)s,
                               %(version)s)"""
+IS_MINE: LiteralString = "SELECT session_user = %(subject)s"
 DISARM: LiteralString = "SELECT fencepost.disarm()"
 ROTATE: LiteralString = """
 SELECT held, blocked FROM fencepost.rotate(
@@ -99,9 +100,16 @@ def rotate(dsn: str, witness: Path | Witness, by: By, *, tenant: str | None = No
 def restrict(dsn: str, witness: Path | Witness, by: By, kind: Kind, subject: str, *, dry_run: bool = False) -> Rotated:
     """Suspends a tenant, disables a class or revokes a login until it is lifted; a restore does not lift it.
 
-    Running work of the tenant or class is held; what else of it is queued is not claimed. As ``rotate`` otherwise.
+    Running work of the tenant or class is held; what else of it is queued is not claimed. The login that asks is refused
+    (InvalidInput). As ``rotate`` otherwise.
     """
     one = f"{_kind(kind)}:{subject}"
+    if kind == "principal":
+        with connect(dsn, autocommit=True, answer_within=arming.ANSWER_SECONDS) as conn:
+            if conn.execute(IS_MINE, {"subject": subject}).fetchone() == (True,):
+                raise InvalidInput(
+                    "this is the login that asks: nobody could lift it", field="subject", hint="use another login"
+                )
 
     def restricted(record: Record) -> Record:
         return replace(record, restrictions=tuple(dict.fromkeys((*record.restrictions, one))))

@@ -29,6 +29,7 @@ from fencepost.jobs.outcomes import Completions, given_back, outcome
 from fencepost.jobs.periodic import Periodic
 from fencepost.jobs.renewal import Renewal
 from fencepost.jobs.schedule import Schedule
+from fencepost.jobs.standing import Standing, ending
 from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
 from fencepost.schemas.errors import NotArmed, WitnessMismatch
@@ -79,6 +80,7 @@ class Run:
         journal: Journal | None = None,
         processes: int | None = None,
         schedules: Sequence[Schedule] = (),
+        standing: Standing | None = None,
     ) -> None:
         self._dsn = dsn
         self._owner = owner
@@ -86,6 +88,9 @@ class Run:
         self._concurrency = concurrency
         self._state = state
         self._journal = journal
+        self._standing = standing or Standing(owner)
+        self._standing.running = self.running
+        self._standing.capacity = concurrency
         self._presented = False
         self._lock = threading.Lock()
         self._executions: dict[int, Execution] = {}
@@ -134,7 +139,8 @@ class Run:
         """
         if self._journal is None:
             return True
-        if not self._journal.usable():
+        self._standing.journal_usable = self._journal.usable()
+        if not self._standing.journal_usable:
             return False
         if not self._presented:
             self._journal.present(conn)
@@ -212,6 +218,7 @@ class Run:
 
     def _end(self, execution: Execution, error: BaseException | None) -> None:
         """Sends the outcome to its own lane; the execution counts as running until it is written."""
+        self._standing.ended(execution.job.fence.job_class, ending(execution, error))
         if not execution.settle() or (execution.published and error is None):
             self._forget([execution])
         elif error is None and execution.result is None:
@@ -225,6 +232,7 @@ class Run:
 
     def _written(self, executions: Sequence[Execution], future: Future[Any]) -> None:
         if (failed := future.exception()) is not None:
+            self._standing.unwritten(len(executions))
             log.error(
                 "the outcome of %d attempts was not written: %s; their leases will end",
                 len(executions),
@@ -241,6 +249,7 @@ class Run:
     def finish(self, drain: float) -> None:
         """Waits ``drain`` seconds for what is running, gives the rest back, and ends every thread that can be ended."""
         self._periodic.stop()
+        self._standing.draining = True
         until = time.monotonic() + drain
         while self.running() and (left := until - time.monotonic()) > 0:
             self._freed.wait(min(left, 0.05))

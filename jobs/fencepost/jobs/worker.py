@@ -36,6 +36,7 @@ from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
 from fencepost.jobs.schedule import Arguments, Missed, Schedule, define
+from fencepost.jobs.standing import Standing
 from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
@@ -133,6 +134,8 @@ class Worker:
     def __init__(self, *, owner: str | None = None, journal: Journal | Path | None = None) -> None:
         self.owner = owner or _owner()
         self.journal = Journal(journal) if isinstance(journal, Path) else journal
+        self.standing = Standing(self.owner)
+        """What this worker says of itself; see ``health.serving``."""
         self._classes: dict[str, Registered] = {}
         self._schedules: dict[str, Schedule] = {}
 
@@ -294,6 +297,7 @@ class Worker:
                 journal=kept,
                 processes=processes,
                 schedules=schedules,
+                standing=self.standing,
             )
             run.start()
             try:
@@ -323,6 +327,8 @@ class Worker:
                         if bell is None or not _rested(bell, polls, stopping):
                             run.wait(polls.pause, stopping, full=polls.full)
             except (psycopg.OperationalError, Unreachable) as error:
+                self.standing.unanswered()
+                self.standing.moved()
                 if time.monotonic() - answered >= patience:
                     raise
                 log.warning("the database does not answer, trying again: %s", type(error).__name__)
@@ -331,6 +337,7 @@ class Worker:
 
     def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls) -> None:
         """One poll, and how long to wait for the next."""
+        self.standing.moved()
         free = run.free()
         polls.full = free == 0
         polls.idle = False
@@ -346,11 +353,14 @@ class Worker:
             jobs = claim(conn, self.owner, self.classes, asked, hint.text)
         except NotArmed as error:
             run.disarmed()
+            self.standing.answered(armed=False)
             if not polls.told:
                 log.error("nothing is claimed: %s", error)
             polls.pause, polls.told = POLL_SECONDS_MAX, True
             return
+        self.standing.answered(armed=True)
         if jobs:
+            self.standing.claimed(jobs)
             run.execute(jobs)
         hint.renew(conn, busy=bool(jobs))
         polls.told = False

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from fencepost.jobs.health import serving
 from fencepost.jobs.worker import Worker
 from fencepost.operate import settings, target
+from fencepost.operate.serving import health
 from fencepost.operate.signals import draining
 from fencepost.schemas.errors import ConfigError
 
@@ -42,7 +44,9 @@ def run(
     if not isinstance(worker, Worker):
         raise ConfigError(f"{path} is not a worker", field="target", hint="name a fencepost.jobs.worker.Worker")
     stop = threading.Event()
-    with draining(stop.set):
+    standing = worker.standing
+    told = health("worker", chosen.worker, lambda address: serving(standing, address, stalled=chosen.worker.stalled))
+    with draining(stop.set), told:
         log.info("worker %s runs %s", worker.owner, ", ".join(worker.classes))
         worker.run(
             dsn,

@@ -1431,7 +1431,9 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.release_held(
     p_tenant text, p_class text, p_operation text, p_limit integer, p_after text[], p_version bigint, p_actor text, p_reason text,
     p_evidence text, OUT released bigint, OUT open bigint, OUT after text[])
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s'
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_keys record;
 BEGIN
@@ -1674,7 +1676,8 @@ END $$;
 -- Takes running jobs of a tenant, a class or everybody away from their attempts: held, or blocked by what they left pending.
 -- Found by the pointers to their leases. Nobody else has them: the gate is held.
 CREATE OR REPLACE FUNCTION fencepost._hold_running(p_tenant text, p_class text, p_reason text, OUT held bigint, OUT blocked bigint)
-LANGUAGE plpgsql SET enable_seqscan = off AS $$
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off
+SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_key record;
     v_exec text;
@@ -2398,7 +2401,7 @@ BEGIN
         WITH due AS MATERIALIZED (
             SELECT e.tenant, e.operation, e.class, e.effect_key FROM fencepost.effect AS e
             WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp()))
-        SELECT e.tenant, e.operation, e.class, e.effect_key
+        SELECT e.tenant, e.operation, e.effect_key
         FROM (SELECT d.* FROM due AS d ORDER BY d.tenant, d.operation, d.effect_key) AS e
         CROSS JOIN LATERAL (
             SELECT FROM fencepost.job AS j
@@ -2406,12 +2409,8 @@ BEGIN
             FOR NO KEY UPDATE SKIP LOCKED) AS j
         LIMIT p_limit
     LOOP
-        IF EXISTS (SELECT FROM fencepost.job AS j
-                   WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class
-                     AND j.exec <> 'running') THEN
-            PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
-            v_count := v_count + 1;
-        END IF;
+        PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
+        v_count := v_count + 1;
     END LOOP;
     RETURN v_count;
 END $$;
@@ -2993,6 +2992,12 @@ BEGIN
     END IF;
     SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
 
+    -- Nearly every batch is new as a whole; the horizon of a type that is kept for ever is no younger.
+    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon) THEN
+        RETURN QUERY SELECT u.n, 'reserved'::text, (v_arrivals ->> u.c)::integer, false
+                     FROM unnest(p_coordinates) WITH ORDINALITY AS u (c, n);
+        RETURN;
+    END IF;
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
             coalesce(u.at < coalesce(f.horizon, v_horizon), false) AS old, r.meaning, r.epoch
@@ -3738,8 +3743,8 @@ DECLARE
 BEGIN
     v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
     IF v_job.open_effects = 0 THEN
-        UPDATE fencepost.job AS j SET attempts = greatest(j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END, 0),
-            finishes = greatest(j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END, 0)
+        UPDATE fencepost.job AS j SET attempts = j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END,
+            finishes = j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END
         WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class
         RETURNING j.* INTO v_job;
     END IF;

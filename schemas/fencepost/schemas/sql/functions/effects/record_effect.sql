@@ -20,7 +20,7 @@ BEGIN
         WITH due AS MATERIALIZED (
             SELECT e.tenant, e.operation, e.class, e.effect_key FROM fencepost.effect AS e
             WHERE e.state = 'pending' AND e.class = ANY (p_classes) AND e.quiescent_at <= (SELECT clock_timestamp()))
-        SELECT e.tenant, e.operation, e.class, e.effect_key
+        SELECT e.tenant, e.operation, e.effect_key
         FROM (SELECT d.* FROM due AS d ORDER BY d.tenant, d.operation, d.effect_key) AS e
         CROSS JOIN LATERAL (
             SELECT FROM fencepost.job AS j
@@ -28,12 +28,8 @@ BEGIN
             FOR NO KEY UPDATE SKIP LOCKED) AS j
         LIMIT p_limit
     LOOP
-        IF EXISTS (SELECT FROM fencepost.job AS j
-                   WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_key.class
-                     AND j.exec <> 'running') THEN
-            PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
-            v_count := v_count + 1;
-        END IF;
+        PERFORM fencepost._forget(v_key.tenant, v_key.operation, v_key.effect_key, 'deadline_passed');
+        v_count := v_count + 1;
     END LOOP;
     RETURN v_count;
 END $$;

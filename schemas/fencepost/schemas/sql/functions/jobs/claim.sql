@@ -260,8 +260,8 @@ DECLARE
 BEGIN
     v_job := fencepost._fence(p_tenant, p_operation, p_class, p_generation, p_attempt, p_owner, p_epoch);
     IF v_job.open_effects = 0 THEN
-        UPDATE fencepost.job AS j SET attempts = greatest(j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END, 0),
-            finishes = greatest(j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END, 0)
+        UPDATE fencepost.job AS j SET attempts = j.attempts - CASE j.mode WHEN 'execute' THEN 1 ELSE 0 END,
+            finishes = j.finishes - CASE j.mode WHEN 'finish' THEN 1 ELSE 0 END
         WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class
         RETURNING j.* INTO v_job;
     END IF;
