@@ -332,7 +332,7 @@ def rabbitmq(bench: Bench, url: str) -> None:
         bench.require(prefix, count)
         return found[0]
 
-    bench.compare("rabbitmq", lambda *asked: asyncio.run(consumed(*asked)))
+    bench.compare("rabbitmq", lambda way, count, listen: asyncio.run(consumed(way, count, listen)))
 
 
 def main(options: argparse.Namespace, opened: contextlib.ExitStack) -> bool:

@@ -103,3 +103,35 @@ def test_a_session_that_knew_empty_tables_reads_no_more_than_it_claims(fresh: Da
             "marks": marked - last,
         }
         assert max(spent.values()) < 40 * CLAIMED, spent
+
+
+SLEEP_MANY: LiteralString = """
+WITH slept AS (UPDATE fencepost.job AS j SET exec = 'waiting', generation = 1 WHERE j.exec = 'queued' RETURNING j.*)
+INSERT INTO fencepost.wait (tenant, operation, class, signal, generation)
+SELECT s.tenant, s.operation, s.class, 'go', 1 FROM slept AS s"""
+TELL_SOME: LiteralString = """
+SELECT count(fencepost.signal('t', 'many-' || n, %(class)s, 'go', '1')) FROM generate_series(1, %(count)s) AS n"""
+
+
+def test_waking_reads_no_more_than_what_is_told_whoever_else_waits(fresh: Database) -> None:
+    with fresh.connect(autocommit=True) as other:
+        for table in ("wait", "signal"):
+            other.execute(NO_AUTOVACUUM.format(table).encode())
+    with experienced(fresh, analysed=False) as conn:
+        with fresh.connect(autocommit=True) as other:
+            other.execute(SLEEP_MANY)
+            # Whoever went to sleep was looked at once; and a few wake, so that this session has a plan for that.
+            other.execute("DELETE FROM fencepost.agenda")
+        for number in range(7):
+            with fresh.connect(autocommit=True) as other:
+                other.execute(
+                    "SELECT fencepost.signal('t', %(o)s, %(c)s, 'go', '1')", {"o": f"many-{JOBS - number}", "c": CLASS}
+                )
+            assert len(claim(conn, "w", [CLASS], CLAIMED)) == 1
+        with fresh.connect(autocommit=True) as other:
+            other.execute(TELL_SOME, {"class": CLASS, "count": CLAIMED})
+        before = read(conn, fresh)
+        jobs = claim(conn, "w", [CLASS], CLAIMED)
+        woken = read(conn, fresh) - before
+        assert len(jobs) == CLAIMED
+        assert woken < JOBS / 4, woken

@@ -116,6 +116,7 @@ def test_the_database_itself_refuses_what_another_client_may_send(database18: Da
             (2, [None], "args"),
             (2, [b"x" * 1048577], "args"),
             (3, ["x"], "binding"),
+            (6, [2147483646], "priority"),
             (6, [], "jobs"),
         ):
             bad = [*good[:index], value, *good[index + 1 :]]

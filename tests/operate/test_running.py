@@ -24,7 +24,7 @@ from support.database import Database
 from support.deliveries import Submitted, envelope
 from support.health import ask
 from support.processes import Child, wait_for
-from support.services import Services
+from support.services import Pooler, Services
 
 WORKER = """
 from fencepost.jobs.worker import Worker
@@ -313,6 +313,19 @@ def test_target_that_is_no_worker_is_refused_in_one_line(
 
     assert done.code == 2
     assert words in done.line and "[target]" in done.line
+
+
+def test_worker_with_a_doorbell_that_would_never_ring_is_refused_in_one_line(
+    database18: Database, pgbouncer18: Pooler, fencepost: Fencepost, tmp_path: Path
+) -> None:
+    (tmp_path / "rung_worker.py").write_text(WORKER)
+    pooled = Database(pgbouncer18.dsn(database18.dsn), database18.state)
+
+    done = fencepost(pooled, "worker", "run", "rung_worker:worker", "--doorbell")
+
+    assert done.code == 2
+    line = done.err.splitlines()[-1]
+    assert "no notification arrives" in line and "[doorbell]" in line
 
 
 def test_target_that_is_no_consumer_is_refused(database18: Database, fencepost: Fencepost, tmp_path: Path) -> None:

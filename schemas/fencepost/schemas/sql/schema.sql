@@ -4861,6 +4861,7 @@ BEGIN
             -- Invariant: whatever the job is at this moment, a claim looks at it after this commit; see _wait_pointers.
             INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
             VALUES (p_class, 2147483646, clock_timestamp(), p_tenant, p_operation, 0, 0);
+            PERFORM fencepost._ring_jobs();
             RETURN 'recorded';
         END IF;
     END IF;
@@ -4935,6 +4936,9 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'args are null or larger than 1 MiB', 'args', 'store them elsewhere and pass a reference');
     ELSIF p_run_at IS NOT NULL AND p_run_at NOT BETWEEN '2000-01-01 00:00+00' AND clock_timestamp() + interval '10 years' THEN
         PERFORM fencepost._refuse('ZF003', 'run_at is not within the next ten years', 'run_at', 'give an instant with a time zone');
+    ELSIF p_priority NOT BETWEEN -1000000 AND 1000000 THEN
+        -- What lies beyond is the agenda's own.
+        PERFORM fencepost._refuse('ZF003', 'priority is not within a million', 'priority', NULL);
     END IF;
     v_epoch := fencepost._epoch(p_tenant);
     v_suspect := fencepost._suspect(p_tenant, p_operation, p_class, p_source_event);
@@ -5027,6 +5031,11 @@ BEGIN
     IF v_item IS NOT NULL THEN
         PERFORM fencepost._refuse('ZF003', format('run_at of job %s is not within the next ten years', v_item), 'run_at',
             'give an instant with a time zone');
+    END IF;
+    SELECT min(u.item) INTO v_item FROM unnest(p_priorities) WITH ORDINALITY AS u (priority, item)
+    WHERE u.priority NOT BETWEEN -1000000 AND 1000000;
+    IF v_item IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF003', format('priority of job %s is not within a million', v_item), 'priority', NULL);
     END IF;
     WITH epoch AS MATERIALIZED (
         SELECT t.tenant, fencepost._epoch(t.tenant) AS epoch FROM (SELECT DISTINCT u.tenant FROM unnest(p_tenants) AS u (tenant)) AS t

@@ -37,6 +37,11 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', format('run_at of job %s is not within the next ten years', v_item), 'run_at',
             'give an instant with a time zone');
     END IF;
+    SELECT min(u.item) INTO v_item FROM unnest(p_priorities) WITH ORDINALITY AS u (priority, item)
+    WHERE u.priority NOT BETWEEN -1000000 AND 1000000;
+    IF v_item IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF003', format('priority of job %s is not within a million', v_item), 'priority', NULL);
+    END IF;
     WITH epoch AS MATERIALIZED (
         SELECT t.tenant, fencepost._epoch(t.tenant) AS epoch FROM (SELECT DISTINCT u.tenant FROM unnest(p_tenants) AS u (tenant)) AS t
     ), new AS (
