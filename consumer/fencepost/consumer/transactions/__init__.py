@@ -33,6 +33,7 @@ __all__ = [
     "Database",
     "Transactions",
     "async_transactions_of",
+    "beginning",
     "ended",
     "opened",
     "opened_async",
@@ -171,6 +172,24 @@ async def opened_async(
     finally:
         if isinstance(database, str):
             await made.close()
+
+
+def beginning(conn: Connection[Any] | AsyncConnection[Any]) -> bytes:
+    """What has to go before a query that does not go through psycopg's cursor, which begins at the first statement.
+
+    Invariant: no such query runs outside a transaction, where it would commit by itself. SQLAlchemy and Django leave
+    BEGIN to psycopg; the words are those of psycopg for this connection.
+    """
+    if conn.pgconn.transaction_status != TransactionStatus.IDLE:
+        return b""
+    words = ["BEGIN"]
+    if conn.isolation_level is not None:
+        words.append(f"ISOLATION LEVEL {conn.isolation_level.name.replace('_', ' ')}")
+    if conn.read_only is not None:
+        words.append("READ ONLY" if conn.read_only else "READ WRITE")
+    if conn.deferrable is not None:
+        words.append("DEFERRABLE" if conn.deferrable else "NOT DEFERRABLE")
+    return " ".join(words).encode() + b"; "
 
 
 def require_alive(conn: Connection[Any] | AsyncConnection[Any]) -> None:
