@@ -187,7 +187,7 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
     def _once(self, transactions: Transactions, delivery: Delivery, arrived: Arrived) -> Handled:
         with transactions.begin(held=True) as begun:
             conn = begun.conn
-            opening = (begun.opening or beginning(conn)) + self._isolating
+            opening = beginning(conn) + self._isolating
             try:
                 reservation = reserve(conn, self.consumer, arrived, delivery, self.wait_seconds, opening)
             except psycopg.errors.LockNotAvailable:
@@ -278,7 +278,7 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
     async def _once(self, transactions: AsyncTransactions, delivery: Delivery, arrived: Arrived) -> Handled:
         async with transactions.begin(held=True) as begun:
             conn = begun.conn
-            opening = (begun.opening or beginning(conn)) + self._isolating
+            opening = beginning(conn) + self._isolating
             try:
                 reservation = await reserve_async(conn, self.consumer, arrived, delivery, self.wait_seconds, opening)
             except psycopg.errors.LockNotAvailable:
