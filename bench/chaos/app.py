@@ -27,6 +27,7 @@ from bench.chaos.plan import (
     STEPS,
     Kind,
     chance,
+    computing,
     subject,
 )
 
@@ -41,7 +42,6 @@ from fencepost.schemas.errors import LeaseLost, StaleFence
 
 SEED = int(os.environ["CHAOS_SEED"])
 PROVIDER = os.environ["CHAOS_PROVIDER"]
-LONG_SECONDS = LEASE * 1.6
 LOOK_UP_SECONDS = 5.0
 
 client, async_client = httpx.Client(), httpx.AsyncClient()
@@ -89,8 +89,8 @@ class Turn:
 
     @property
     def seconds(self) -> float:
-        """How long it computes: now and then longer than its lease, which is renewed."""
-        return LONG_SECONDS if self.drawn("long") < 0.01 else 0.005 + 0.04 * self.drawn("seconds")
+        """How long it computes; a lease that is shorter is renewed."""
+        return computing(SEED, self.job.operation, self.job.fence.generation)
 
     def stumble(self, where: str) -> None:
         """Raises, one time in fifteen."""
@@ -114,7 +114,7 @@ class Turn:
             "computed_by": computed_by,
             "receipts": receipts,
         }
-        slow = self.drawn("slow") < 0.02
+        slow = self.drawn("slow publication") < 0.02
 
         def save(tx: FencedTransaction) -> None:
             tx.execute(SAVE, values)

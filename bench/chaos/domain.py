@@ -53,6 +53,7 @@ def row(seed: int, operation: str) -> dict[str, Any]:
         "leave": chance(seed, "leave", operation) < 0.02,
         "drop": chance(seed, "drop", operation) < 0.05,
         "again": chance(seed, "again", operation) < 0.4,
+        "priority": int(chance(seed, "priority", operation) * 3) - 1,
     }
 
 

@@ -92,9 +92,11 @@ class Engine:
             faults.tick()
             if options.rate is not None:
                 self._submit(min(options.jobs, int((time.monotonic() - began) * options.rate)))
+            looked = time.monotonic()
             progress = self._look()
+            # Looking must not become the load.
+            time.sleep(max(TICK_SECONDS, 4 * (time.monotonic() - looked)))
             if progress is None:
-                time.sleep(TICK_SECONDS)
                 continue
             if time.monotonic() - told > 10.0:
                 told = time.monotonic()
@@ -109,7 +111,6 @@ class Engine:
                 elif kinds and faults.commit(kinds[-1]):
                     kinds.pop()
                 at, pause, settled = time.monotonic(), options.pace * decide.uniform(0.5, 1.5), progress.settled
-            time.sleep(TICK_SECONDS)
 
     def _rest(self, faults: Faults) -> None:
         until, progress = time.monotonic() + REST_SECONDS, None

@@ -51,7 +51,7 @@ class Faults:
         return self._decide.choices(kinds, [KINDS[kind] for kind in kinds])[0]
 
     def commit(self, kind: str) -> bool:
-        """Does it, and returns at once but for a restart of the database; False when no worker is there to be hit."""
+        """Does it, and returns at once but for a restart of the database; False when nothing is there to be hit."""
         match kind:
             case "kill":
                 if not self._kill():
@@ -70,6 +70,8 @@ class Faults:
             case "restart":
                 self._stage.server.restart(Stop.IMMEDIATE)
             case "provider":
+                if not self._stage.provider.alive:
+                    return False
                 self._stage.provider.kill()
                 self._later(self._decide.uniform(0.1, 1.0), self._stage.provider.start)
             case _:

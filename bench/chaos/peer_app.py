@@ -15,19 +15,19 @@ import http.client
 import json
 import os
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import NAMESPACE_URL, uuid5
 
-from bench.chaos.plan import EFFECT_SECONDS, EFFECTS, LEASE, QUIET, chance, subject
+from bench.chaos.plan import EFFECT_SECONDS, EFFECTS, LEASE, QUIET, chance, computing, subject
 
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 DSN = os.environ["CHAOS_DATABASE"]
 PROVIDER = urlsplit(os.environ.get("CHAOS_PROVIDER", "http://127.0.0.1:9"))
 CONCURRENCY = int(os.environ.get("CHAOS_CONCURRENCY", "8"))
-LONG_SECONDS = LEASE * 1.6
 SAVE = """INSERT INTO chaos_result (operation, class, attempt, generation, computed_by, receipts)
 VALUES ($1, $2, $3, $4, $3, $5)"""
 
@@ -74,7 +74,7 @@ async def handled(pool: Any, job: Any) -> None:
         if drawn(where) < 0.06:
             raise RuntimeError("the handler failed")
 
-    await asyncio.sleep(LONG_SECONDS if drawn("long") < 0.01 else 0.005 + 0.04 * drawn("seconds"))
+    await asyncio.sleep(computing(SEED, operation, job.attempts))
     receipts: list[str] = []
     for key, kind in EFFECTS[name]:
         stumble(f"before {key}")
@@ -84,12 +84,12 @@ async def handled(pool: Any, job: Any) -> None:
         return
     async with pool.acquire() as conn, conn.transaction():
         await conn.execute(SAVE, operation, name, f"{job.id}:{job.attempts}:{os.getpid()}", job.attempts, receipts)
-        if drawn("slow") < 0.02:
+        if drawn("slow publication") < 0.02:
             await conn.execute("SELECT pg_sleep(0.3)")
 
 
 @asynccontextmanager
-async def made() -> Any:
+async def made() -> AsyncIterator[Any]:
     """The manager, with every class as an entrypoint that is retried in the database."""
     import asyncpg  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from pgqueuer import PgQueuer  # type: ignore[import-not-found,unused-ignore]

@@ -66,3 +66,10 @@ def tenant_of(seed: int, operation: str) -> str:
 def subject(operation: str, effect_key: str) -> str:
     """What the provider's ledger calls an effect: the same for every request that means it."""
     return f"{operation}/{effect_key}"
+
+
+def computing(seed: int, operation: str, attempt: int) -> float:
+    """How many seconds an attempt computes. One operation in eight is slow each time, some longer than a lease: there a
+    worker that was stopped meets its successor at work."""
+    drawn = chance(seed, "seconds", operation, attempt)
+    return 0.3 + 2.2 * drawn if chance(seed, "slow", operation) < 0.12 else 0.005 + 0.04 * drawn

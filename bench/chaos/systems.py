@@ -129,7 +129,7 @@ class Fencepost:
     name = "fencepost"
 
     def __init__(self, mutant: LiteralString = "") -> None:
-        self._mutant = mutant
+        self._mutant: LiteralString = mutant
 
     def prepare(self, stage: Stage) -> None:
         """Tables and classes, and what is to be wrong with the database."""
@@ -143,7 +143,14 @@ class Fencepost:
         with conn.transaction():
             domain.accept(conn, rows)
             for row in rows:
-                submit(conn, row["class"], tenant=row["tenant"], operation=row["operation"], args={"bad": row["bad"]})
+                submit(
+                    conn,
+                    row["class"],
+                    tenant=row["tenant"],
+                    operation=row["operation"],
+                    args={"bad": row["bad"]},
+                    priority=row["priority"],
+                )
 
     def worker(self, stage: Stage, number: int, concurrency: int) -> Child:
         """`fencepost worker run`, through the proxy."""

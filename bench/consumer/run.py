@@ -19,7 +19,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, LiteralString, Self, cast
+from typing import Any, LiteralString, cast
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "compose"), str(ROOT / "tests")]
@@ -29,7 +29,7 @@ import psycopg
 from aio_pika.abc import AbstractIncomingMessage
 from bench.relay import stage
 from confluent_kafka import Consumer, Producer
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg import AsyncConnection, Connection
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import inbox
@@ -41,6 +41,7 @@ from stack.obtain import obtain_kafka, obtain_postgres, obtain_rabbitmq
 from stack.process import Unavailable
 from support.database import Database, Databases
 from support.deliveries import Submitted, envelope
+from support.wire import listening
 
 WAYS = ("without", "floor", "single", "batch")
 BATCH = 100
@@ -61,28 +62,6 @@ CHANGE: LiteralString = """
 INSERT INTO report (tenant, operation, document) VALUES (%(tenant)s, %(operation)s, %(document)s)
 ON CONFLICT (tenant, operation) DO UPDATE SET document = excluded.document, changed_at = now()"""
 DONE: LiteralString = "SELECT count(*) FROM report WHERE operation LIKE %(prefix)s || '-%%'"
-
-statements = 0
-
-
-class Counted(Cursor[Any]):
-    """Counts statements; BEGIN and COMMIT are not among them."""
-
-    def execute(self, *arguments: Any, **options: Any) -> Self:
-        """As in psycopg."""
-        global statements
-        statements += 1
-        return super().execute(*arguments, **options)
-
-
-class AsyncCounted(AsyncCursor[Any]):
-    """As `Counted`, for asyncio."""
-
-    async def execute(self, *arguments: Any, **options: Any) -> Self:
-        """As in psycopg."""
-        global statements
-        statements += 1
-        return await super().execute(*arguments, **options)
 
 
 def values(event: Submitted) -> dict[str, str]:
@@ -120,7 +99,8 @@ class Run:
 
     rate: float
     cpu: float
-    statements: float
+    statements: float = 0.0
+    round_trips: float = 0.0
 
 
 @dataclass(slots=True)
@@ -142,36 +122,37 @@ class Bench:
         if not fine:
             self.missed.append(what)
 
-    def compare(self, name: str, measure: Callable[[str], Run]) -> None:
-        """All ways in turn, `--rounds` times; each goes first in turn."""
+    def compare(self, name: str, measure: Callable[[str, int, bool], Run]) -> None:
+        """All ways in turn, `--rounds` times; each goes first in turn. Statements are counted apart: that takes time."""
         runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+        counted = {way: measure(way, BATCH, True) for way in WAYS}
         for turn in range(self.options.rounds):
             for step in range(len(WAYS)):
                 way = WAYS[(turn + step) % len(WAYS)]
-                runs[way].append(measure(way))
+                runs[way].append(measure(way, self.options.events, False))
         self.say(f"{name}, {self.options.events:,} events, {self.options.rounds} rounds, batches of {BATCH}:")
         for way, found in runs.items():
             rates = [run.rate for run in found]
             self.say(
                 f"  {way:8s} {statistics.median(rates):8,.0f}/s [{min(rates):,.0f}-{max(rates):,.0f}]"
                 f" {statistics.median(run.cpu for run in found):7.0f} us CPU each,"
-                f" {found[-1].statements:.2f} statements each"
+                f" {counted[way].statements:.2f} statements, {counted[way].round_trips:.2f} round trips each"
             )
         self.say(f"    the floor to without: {ratio(runs['floor'], runs['without']):.2f}")
         self.bound(f"{name}, single to without", ratio(runs["single"], runs["without"]), 0.75, least=True)
         self.bound(f"{name}, batch to single", ratio(runs["batch"], runs["single"]), 3.0, least=True)
         # Reservation, delivery, and the bound of the wait are one statement.
-        own = runs["single"][-1].statements - runs["without"][-1].statements
+        own = counted["single"].statements - counted["without"].statements
         self.bound(f"{name}, statements of the inbox for each message, single", own, 1.0, least=False)
-        own = runs["batch"][-1].statements - runs["without"][-1].statements
+        own = counted["batch"].statements - counted["without"].statements
         self.bound(f"{name}, statements of the inbox for each message, batch", own, 0.1, least=False)
 
-    def require(self, prefix: str) -> None:
+    def require(self, prefix: str, count: int) -> None:
         """Each operation is there: what was not done is not measured."""
         with self.database.connect() as conn:
             row = conn.execute(DONE, {"prefix": prefix}).fetchone()
-        if row != (self.options.events,):
-            raise SystemExit(f"only {row} of {self.options.events} operations are in the domain table")
+        if row != (count,):
+            raise SystemExit(f"only {row} of {count} operations are in the domain table")
 
 
 def ratio(over: Sequence[Run], under: Sequence[Run]) -> float:
@@ -180,13 +161,15 @@ def ratio(over: Sequence[Run], under: Sequence[Run]) -> float:
 
 
 @contextlib.contextmanager
-def timed(count: int, found: list[Run]) -> Generator[None]:
-    """Time, CPU of this process and statements of the block."""
-    global statements
-    statements, began, cpu = 0, time.monotonic(), time.process_time()
-    yield
-    spent = time.monotonic() - began
-    found.append(Run(count / spent, (time.process_time() - cpu) / count * 1e6, statements / count))
+def timed(conn: Connection[Any] | AsyncConnection[Any], count: int, listen: bool, found: list[Run]) -> Generator[None]:
+    """Time and CPU of this process in the block; or what was sent, which costs time."""
+    with listening(conn) if listen else contextlib.nullcontext() as sent:
+        began, cpu = time.monotonic(), time.process_time()
+        yield
+        spent, cpu = time.monotonic() - began, time.process_time() - cpu
+    found.append(Run(count / spent, cpu / count * 1e6))
+    if sent is not None:
+        found[-1] = Run(0.0, 0.0, len(sent.statements) / count, sent.round_trips / count)
 
 
 def settled(results: Sequence[object]) -> None:
@@ -202,8 +185,8 @@ def events(prefix: str, count: int) -> Generator[Any]:
 def kafka(bench: Bench, bootstrap: str) -> None:
     """One partition in its order, from a plain confluent-kafka loop."""
 
-    def measure(way: str) -> Run:
-        prefix, topic, count = uuid.uuid4().hex[:8], stage.topic(bootstrap), bench.options.events
+    def measure(way: str, count: int, listen: bool) -> Run:
+        prefix, topic = uuid.uuid4().hex[:8], stage.topic(bootstrap)
         producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "log_level": 0})
         for each in events(prefix, count):
             key = kafka_binding.key(each.tenant, each.ordering_key)
@@ -219,11 +202,11 @@ def kafka(bench: Bench, bootstrap: str) -> None:
         consumer = Consumer(config)
         consumer.subscribe([topic])
         found: list[Run] = []
-        with psycopg.connect(bench.database.dsn, connect_timeout=10, cursor_factory=Counted) as conn:
+        with psycopg.connect(bench.database.dsn, connect_timeout=10) as conn:
             conn.autocommit = True
             transactions = transactions_of(conn, on_submitted.handler)
             until, done, first = time.monotonic() + bench.options.seconds, 0, consumer.consume(1, 30)
-            with timed(count, found):
+            with timed(conn, count, listen, found):
                 while done < count:
                     arrived = first or consumer.consume(BATCH, 0.05)
                     first = []
@@ -257,7 +240,7 @@ def kafka(bench: Bench, bootstrap: str) -> None:
                     if time.monotonic() > until:
                         raise SystemExit("a measurement did not end in time")
         consumer.close()
-        bench.require(prefix)
+        bench.require(prefix, count)
         return found[0]
 
     bench.compare("kafka", measure)
@@ -298,21 +281,19 @@ async def filled(url: str, queue: str, prefix: str, count: int) -> None:
 def rabbitmq(bench: Bench, url: str) -> None:
     """One quorum queue in its order, from a plain aio-pika loop."""
 
-    async def consumed(way: str) -> Run:
-        prefix, count = uuid.uuid4().hex[:8], bench.options.events
+    async def consumed(way: str, count: int, listen: bool) -> Run:
+        prefix = uuid.uuid4().hex[:8]
         queue = f"bench-{prefix}"
         await filled(url, queue, prefix, count)
         found: list[Run] = []
         async with (
-            await AsyncConnection.connect(
-                bench.database.dsn, connect_timeout=10, autocommit=True, cursor_factory=AsyncCounted
-            ) as conn,
+            await AsyncConnection.connect(bench.database.dsn, connect_timeout=10, autocommit=True) as conn,
             arriving(url, queue) as messages,
             asyncio.timeout(bench.options.seconds),
         ):
             transactions = async_transactions_of(conn, on_submitted_async.handler)
             first, done = [await messages.get()], 0
-            with timed(count, found):
+            with timed(conn, count, listen, found):
                 while done < count:
                     arrived = first or [await messages.get()]
                     first = []
@@ -348,10 +329,10 @@ def rabbitmq(bench: Bench, url: str) -> None:
                             settled(await on_submitted_async.handle_many(transactions, deliveries))
                             await arrived[-1].ack(multiple=True)
                     done += len(arrived)
-        bench.require(prefix)
+        bench.require(prefix, count)
         return found[0]
 
-    bench.compare("rabbitmq", lambda way: asyncio.run(consumed(way)))
+    bench.compare("rabbitmq", lambda way, count, listen: asyncio.run(consumed(way, count, listen)))
 
 
 def main(options: argparse.Namespace, opened: contextlib.ExitStack) -> bool:

@@ -127,25 +127,31 @@ def produce(options: Options) -> dict[str, Any]:
 
 
 def latency(options: Options) -> dict[str, Any]:
-    """One job at a time, now and then: from the call that submits to the start of its handler."""
+    """One job at a time, now and then: from the call that commits, and from the one that submits, to its handler's start."""
     stop = threading.Event()
+    committing: dict[str, float] = {}
     ages: list[float] = []
+    calls: list[float] = []
     worker = Worker()
 
     @worker.job(CLASS, lease=LEASE)
     async def aged(ctx: AsyncContext, job: Job) -> None:
         at = job.json()["at"]
         assert isinstance(at, int)
-        ages.append(time.time() - at / 1e6)
+        now = time.time()
+        ages.append(now - committing[job.operation])
+        calls.append(now - at / 1e6)
 
-    runs = threading.Thread(target=lambda: worker.run(options["dsn"], concurrency=options["concurrency"], stop=stop))
+    how = {"concurrency": options["concurrency"], "doorbell": options["doorbell"]}
+    runs = threading.Thread(target=lambda: worker.run(options["dsn"], stop=stop, **how))
     runs.start()
     time.sleep(1)
     count = round(options["seconds"] * options["rate"])
     with psycopg.connect(options["dsn"]) as conn:
         for number in range(count):
-            at = round(time.time() * 1e6)
-            submit(conn, CLASS, tenant="t", operation=f"{options['name']}-{number}", args={"at": at})
+            at, operation = round(time.time() * 1e6), f"{options['name']}-{number}"
+            submit(conn, CLASS, tenant="t", operation=operation, args={"at": at})
+            committing[operation] = time.time()
             conn.commit()
             time.sleep(1 / options["rate"])
     until = time.monotonic() + 10
@@ -154,7 +160,7 @@ def latency(options: Options) -> dict[str, Any]:
     stop.set()
     runs.join(30)
     assert len(ages) == count, (len(ages), count)
-    return {"ages": ages}
+    return {"ages": ages, "calls": calls}
 
 
 KINDS = {"raw": raw, "drain": drain, "steady": steady, "produce": produce, "latency": latency}

@@ -149,7 +149,7 @@ class Director:
         done = self.scene.number(statements.DONE, operations=operations)
         because = f"{reason}, {detail}" if detail else reason
         meaning = {
-            "poison": "no request was sent, so nothing is in doubt; they run again after `fencepost jobs requeue`",
+            "poison": "no request was sent, so nothing is in doubt; they run again after `fencepost jobs retry`",
             "blocked": "a request may have arrived, so nobody sends it again before `fencepost effects reconcile`",
         }[state]
         raise DemoFailed(

@@ -60,6 +60,10 @@ def test_every_part_of_a_reservation_is_required_by_name(domain: Database) -> No
     assert refused(domain, RESERVE, {**GOOD, "coordinates": "x" * 1501}) == "coordinates"
     assert refused(domain, RESERVE, {**GOOD, "binding": "md5:0"}) == "binding"
     assert refused(domain, RESERVE, {**GOOD, "version": 32768}) == "version"
+    waiting: LiteralString = RESERVE.replace("%(payload)s)", "%(payload)s, %(wait)s)")
+    with domain.connect() as conn:
+        assert conn.execute(waiting, {**GOOD, "wait": 1}).fetchall() == [("reserved",)]
+    assert refused(domain, waiting, {**GOOD, "wait": 0}) == "wait_ms"
 
 
 def test_without_content_what_would_have_to_be_kept_is_not_recorded_until_it_comes_with_its_content(

@@ -17,9 +17,12 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from fencepost.consumer.batch import RESERVE_MANY, SETTLE_BATCH, Batch
 from fencepost.consumer.connections import AsyncConnections, Connections
 from fencepost.consumer.inbox import AsyncInbox, inbox
 from fencepost.consumer.outcomes import Busy, Handled, Outcome
+from fencepost.consumer.reading import Reading
+from fencepost.consumer.reservation import reserve_in
 from fencepost.consumer.runner import Again, Handling, RunnerOptions, Tries
 from fencepost.schemas.connect import NoAnswer
 from fencepost.schemas.errors import Unreachable
@@ -257,6 +260,34 @@ def test_a_deadlock_between_handlers_is_repeated_as_a_whole(domain: Database, th
 
     assert [each.result(DEADLINE_SECONDS).outcome for each in futures] == [Outcome.HANDLED] * 2
     assert (len(runs), count(domain)) == (3, 2)
+
+
+@pytest.mark.parametrize("shared", ["coordinates", "operations"])
+def test_batches_of_the_same_in_opposite_orders_wait_for_each_other_in_turn(
+    domain18: Database, threads: ThreadPoolExecutor, shared: str
+) -> None:
+    """Each has its first and wants the one in the middle, which a third holds: in their own orders they would deadlock."""
+
+    def reserved(numbers: list[int], first: int) -> list[str]:
+        sent = [from_kafka(envelope(operation=f"op-{n}"), first + n) for n in numbers]
+        batch = Batch(Reading.accepting(Submitted), "reports", sent, DEADLINE_SECONDS)
+        with domain18.connect() as conn:
+            rows = conn.execute(RESERVE_MANY, batch.reserving()).fetchall()
+            conn.execute(SETTLE_BATCH, batch.settling())
+        return [row[1] for row in rows]
+
+    middle = from_kafka(envelope(operation="op-2"), 2 if shared == "coordinates" else 100)
+    with domain18.connect() as holder:
+        reserve_in(holder, "reports", middle.envelope(), middle.coordinates)
+        batches = [
+            threads.submit(reserved, [1, 2, 3], 0),
+            threads.submit(reserved, [3, 2, 1], 0 if shared == "coordinates" else 10),
+        ]
+        wait_until_waiting(domain18, "%reserve_many%", 2)
+        holder.rollback()
+        outcomes = [each.result(DEADLINE_SECONDS) for each in batches]
+
+    assert sorted(outcomes) == [["duplicate"] * 3, ["reserved"] * 3]
 
 
 def test_a_serialization_failure_that_never_ends_is_raised_after_five_tries(domain: Database) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import Any, LiteralString, Self, cast
+from typing import Any, LiteralString, cast
 
 import psycopg
 import pytest
 from psycopg import AsyncConnection, Connection, IsolationLevel, sql
+from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row
 
 from fencepost.consumer import handoff
@@ -26,6 +27,7 @@ from support.database import Database
 from support.deliveries import Submitted, Withdrawn, envelope, from_kafka, from_rabbitmq
 from support.poison import SECRET, UNREADABLE
 from support.services import Services
+from support.wire import listening
 
 Tx = Connection[Any]
 
@@ -368,18 +370,64 @@ def test_a_name_that_is_the_mark_already_proves_nothing(domain: Database) -> Non
 
 @pytest.mark.parametrize("name", ["", "a" * 63, "x (inbox)"])
 def test_one_statement_reserves_whatever_the_application_is_called(domain: Database, name: str) -> None:
-    asked: list[str] = []
-
-    class Listening(psycopg.Cursor[Any]):
-        def execute(self, query: Any, *arguments: Any, **options: Any) -> Self:
-            asked.append(str(query))
-            return super().execute(query, *arguments, **options)
-
-    with domain.connect(autocommit=True, application_name=name, cursor_factory=Listening) as conn:
-        assert reports.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
+    with domain.connect(autocommit=True, application_name=name) as conn:
+        with listening(conn) as sent:
+            assert reports.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
         assert conn.info.parameter_status("application_name") == name
-    assert len([each for each in asked if "fencepost." in each]) == 1
-    assert len(asked) == 2, "that, and the handler's own"
+    assert len([each for each in sent.statements if "fencepost." in each]) == 1
+    assert len(sent.statements) == 2, "that, and the handler's own"
+    assert sent.round_trips == 3, "the reservation with its BEGIN, the handler's statement, COMMIT"
+
+
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_three_round_trips_handle_whatever_the_isolation_and_leave_the_connection_as_it_was(
+    domain: Database, autocommit: bool
+) -> None:
+    seen: list[object] = []
+
+    @inbox(consumer="reports", isolation=IsolationLevel.REPEATABLE_READ)
+    def strict(tx: Tx, event: Submitted) -> None:
+        seen.extend(tx.execute("SELECT current_setting('transaction_isolation')").fetchall())
+
+    with domain.connect(autocommit=autocommit) as conn:
+        with listening(conn) as sent:
+            assert strict.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
+        assert (conn.autocommit, conn.info.transaction_status) == (autocommit, TransactionStatus.IDLE)
+    assert (sent.round_trips, seen) == (3, [("repeatable read",)])
+
+
+@pytest.mark.parametrize("conforming", ["on", "off"])
+def test_quotes_and_backslashes_are_letters_of_an_operation(domain: Database, conforming: str) -> None:
+    texts = ["it's; ROLLBACK; --", "a\\'b", 'c\\"d', "{e,f}", "ü'ß", "%(tenant)s", "NULL"]
+    with domain.connect(autocommit=True, options=f"-c standard_conforming_strings={conforming}") as conn:
+        first = [from_kafka(envelope(operation=each), n) for n, each in enumerate(texts)]
+        assert [reports.handle(conn, each).outcome for each in first] == [Outcome.HANDLED] * 7
+        copies = [from_kafka(envelope(operation=each), 10 + n) for n, each in enumerate(texts)]
+        assert [getattr(each, "outcome", None) for each in reports.handle_many(conn, copies)] == [Outcome.DUPLICATE] * 7
+        others = [from_kafka(envelope(operation=f"2{each}"), 20 + n) for n, each in enumerate(texts)]
+        assert [getattr(each, "outcome", None) for each in reports.handle_many(conn, others)] == [Outcome.HANDLED] * 7
+    assert {row["operation"] for row in rows(domain, "reservation")} == {*texts, *(f"2{each}" for each in texts)}
+
+
+def test_coordinates_are_kept_as_they_are_alone_and_in_a_batch(domain: Database) -> None:
+    found = ["line\nend", "tab\t'\\\"", "no\u00a0break"]
+    for n, coordinates in enumerate(found):
+        sent = [
+            replace(from_kafka(envelope(operation=f"op-{n}-{m}")), coordinates=f"{coordinates}{m}") for m in range(3)
+        ]
+        reports.handle(domain.dsn, sent[0])
+        reports.handle_many(domain.dsn, sent[1:])
+    kept = {row["coordinates"] for row in rows(domain, "delivery")}
+    assert kept == {f"{each}{m}" for each in found for m in range(3)}
+
+
+def test_a_connection_in_pipeline_mode_is_refused(domain: Database) -> None:
+    with domain.connect(autocommit=True) as conn:
+        assert reports.handle(conn, from_kafka(envelope())).outcome is Outcome.HANDLED
+        with conn.pipeline(), pytest.raises(WrongTransaction) as error:
+            reports.handle(conn, from_kafka(envelope(operation="op-2"), 1))
+        assert error.value.field == "pipeline"
+    assert done(domain) == [("op-1", "a")]
 
 
 def test_the_connection_refuses_commit_and_rollback_inside_a_handler(domain: Database) -> None:

@@ -22,6 +22,8 @@ TABLES = (
     "signal",
     "progress",
     "result",
+    "job_hold",
+    "job_event",
     "job",
     "job_class",
     "decision",
@@ -29,6 +31,7 @@ TABLES = (
     "restriction",
     "lost_begin",
     "duty",
+    "schedule",
 )
 ALONE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
 
@@ -43,6 +46,7 @@ def empty(database: Database) -> Database:
             conn.execute(psycopg.sql.SQL("DELETE FROM fencepost.{}").format(psycopg.sql.Identifier(table)))
         conn.execute("DROP TABLE IF EXISTS result")
         conn.execute("UPDATE fencepost.installation SET frozen = false, recovered_at = NULL")
+        conn.execute("SELECT setval('fencepost.job_doorbell', 0)")
     arming.ensure_armed(database.dsn, database.state)
     return database
 

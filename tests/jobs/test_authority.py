@@ -10,7 +10,7 @@ import pytest
 
 from fencepost.jobs import authority
 from fencepost.jobs.authority import By, freeze, lift, release, restrict, rotate, seal, thaw
-from fencepost.jobs.claim import claim
+from fencepost.jobs.claim import claim, marks
 from fencepost.jobs.fence import Fence, complete, fence
 from fencepost.jobs.publish import publish
 from fencepost.jobs.reconcile import reconcile
@@ -20,6 +20,7 @@ from fencepost.schemas import arming
 from fencepost.schemas.errors import (
     EffectOpen,
     EpochFrozen,
+    InvalidInput,
     NotArmed,
     Restricted,
     StaleFence,
@@ -28,6 +29,7 @@ from fencepost.schemas.errors import (
     WrongVersion,
 )
 from fencepost.schemas.witness import FileWitness
+from fencepost.schemas.witness_database import DatabaseWitness
 from support.database import Database, Databases
 from support.jobs import (
     CLASS,
@@ -229,6 +231,9 @@ def test_a_revoked_login_is_refused_everything_and_another_is_not(databases18: D
 
             with pytest.raises(Restricted):
                 claim(a, "a", [CLASS], 1)
+            (myself,) = b.execute("SELECT session_user").fetchone() or ("",)
+            with pytest.raises(InvalidInput):
+                restrict(other.dsn, roles.database.state, BY, "principal", myself)
             assert claim(b, "b", [CLASS], 1) == []
             lift(roles.database.dsn, roles.database.state, BY, "principal", roles.name("executor"))
             assert claim(a, "a", [CLASS], 1) == []
@@ -331,6 +336,68 @@ def test_a_rotation_needs_an_armed_database_and_its_witness(database18: Database
             rotated(database18)
         assert arming.read_tip(conn).armed
         rotated(database18)  # the control
+
+
+def dies(*_: object) -> None:
+    """No keeper is there."""
+
+
+def test_a_restriction_whose_commit_is_lost_is_put_into_force_by_the_next_arm(
+    database18: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        restrict(database18.dsn, database18.state, BY, "tenant", "u")  # the control
+        with monkeypatch.context() as patch:
+            patch.setattr(authority, "ROTATE", "SELECT 1 / 0, 1")
+            patch.setattr(arming, "ensure_armed", dies)
+            with pytest.raises(psycopg.errors.DivisionByZero):
+                restrict(database18.dsn, database18.state, BY, "tenant", "t")
+        with pytest.raises(NotArmed):
+            claim(conn, "a", [CLASS], 1)
+        arming.ensure_armed(database18.dsn, database18.state)
+        assert claim(conn, "a", [CLASS], 1) == []
+        assert {h.tenant for h in holds(conn) if h.what == "suspended"} == {"t", "u"}
+        for tenant in ("t", "u"):
+            lift(database18.dsn, database18.state, BY, "tenant", tenant)
+        assert claim(conn, "a", [CLASS], 1)
+
+
+def test_a_second_database_is_told_of_every_change_as_a_file_is(database18: Database, databases18: Databases) -> None:
+    second = databases18.empty()
+    try:
+        outside = DatabaseWitness(second.dsn)
+        arming.create_witness(database18.dsn, outside)
+        epoch = rotate(database18.dsn, outside, BY, tenant="t").epoch
+        restrict(database18.dsn, outside, BY, "class", "other")
+        assert (outside.read().epoch, outside.read().restrictions) == (epoch, ("class:other",))
+        assert lift(database18.dsn, outside, BY, "class", "other")
+        seal(database18.dsn, outside, BY)
+        assert outside.read().head.sealed
+        arming.arm(database18.dsn, outside, unseal=True)
+        with database18.connect(autocommit=True) as conn:
+            assert arming.beat(conn, outside) == outside.read().head.seq
+        # For the tests that come: the file says the same again.
+        arming.create_witness(database18.dsn, database18.state)
+    finally:
+        databases18.drop(second)
+
+
+def test_pointers_to_held_work_are_forgotten_and_made_again_by_its_release(database18: Database) -> None:
+    query = "SELECT count(*) FROM fencepost.agenda"
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        rotated(database18, tenant="t")
+        assert conn.execute(query).fetchone() == (1,)
+        hint: list[str | None] = [None]
+
+        def forgotten() -> bool:
+            hint[0] = marks(conn, [CLASS], hint[0])
+            return conn.execute(query).fetchone() == (0,)
+
+        wait_for(forgotten, 20, "the pointer to be forgotten")
+        release(conn, BY, tenant="t")
+        assert [j.operation for j in claim(conn, "b", [CLASS], 10)] == ["op-1"]
 
 
 def test_a_sealed_database_stays_disarmed_where_it_is_until_somebody_breaks_the_seal(database18: Database) -> None:

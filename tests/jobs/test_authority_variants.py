@@ -215,6 +215,7 @@ def test_f20_the_new_epoch_is_beyond_the_witness_and_not_only_beyond_the_copy(ma
         given(conn)
     backup = made.backup()
     fences: list[Fence] = []
+    newest = 0
     for _ in range(2):
         newest = rotate(made.live.dsn, made.live.state, BY).epoch
         with made.live.connect(autocommit=True) as conn:

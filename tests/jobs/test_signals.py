@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from fencepost.jobs.cancel import cancel
+from fencepost.jobs.doorbell import DOZE
 from fencepost.jobs.fence import complete
 from fencepost.jobs.signals import PAYLOAD_BYTES_MAX, signal, signals
 from fencepost.jobs.submit import submit
@@ -24,7 +25,7 @@ tell = partial(signal, **WHICH)
 
 
 def told(conn: Conn) -> list[tuple[str, bytes]]:
-    return conn.execute("SELECT name, payload FROM fencepost.signal ORDER BY n").fetchall()  # type: ignore[return-value]
+    return conn.execute("SELECT name, payload FROM fencepost.signal ORDER BY n").fetchall()
 
 
 def test_a_signal_commits_with_the_callers_transaction_and_vanishes_with_it(database: Database) -> None:
@@ -144,6 +145,27 @@ def test_it_waits_neither_for_the_gate_nor_for_whoever_holds_the_job(database18:
             ).fetchone()
             assert locks == (0,)
         holder.rollback()
+
+
+def test_it_rings_for_a_worker_that_sleeps_and_for_nobody_else(database18: Database) -> None:
+    with two(database18) as (conn, teller), database18.connect(autocommit=True) as ears:
+        given(conn)
+        conn.execute("SELECT setval('fencepost.job_doorbell', 0)")
+        ears.execute("LISTEN fencepost_jobs")
+
+        def rings() -> int:
+            ears.execute("SELECT 1")  # a round trip brings all that was sent before
+            return sum(1 for _ in ears.notifies(timeout=0))
+
+        tell(teller, name="a")
+        teller.commit()
+        assert rings() == 0
+        conn.execute(DOZE, {"seconds": 60})
+        for name in ("b", "c"):
+            tell(teller, name=name)
+        assert rings() == 0
+        teller.commit()
+        assert rings() == 1
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -47,6 +48,18 @@ def test_jobs_of_a_bulk_are_what_they_would_be_alone_and_commit_with_the_caller(
         assert rows(manual) == alone
         manual.commit()
         assert rows(auto) == alone
+
+
+def test_after_a_restore_jobs_of_a_bulk_are_doubted_as_they_would_be_alone(database18: Database) -> None:
+    before = UUID("01890a5d-ac96-774b-bcce-b302099a8057")
+    with database18.connect() as conn:
+        conn.execute("UPDATE fencepost.installation SET recovered_at = clock_timestamp()")
+        submit(conn, CLASS, **ONE, source_event=before)
+        submit_many(conn, CLASS, [one(operation="b", source_event=before), one(operation="c")])
+        doubted = conn.execute(
+            "SELECT operation FROM fencepost.job WHERE suspect AND quiescent_at IS NOT NULL ORDER BY 1"
+        )
+        assert doubted.fetchall() == [("a",), ("b",)]
 
 
 def test_copies_are_not_new_and_another_meaning_refuses_the_whole_call(database18: Database) -> None:
@@ -103,6 +116,7 @@ def test_the_database_itself_refuses_what_another_client_may_send(database18: Da
             (2, [None], "args"),
             (2, [b"x" * 1048577], "args"),
             (3, ["x"], "binding"),
+            (6, [2147483646], "priority"),
             (6, [], "jobs"),
         ):
             bad = [*good[:index], value, *good[index + 1 :]]

@@ -54,7 +54,7 @@ LEVEL = (
     """UPDATE fencepost.installation SET floor = epoch_counter, frozen = false, recovered_at = NULL RETURNING floor"""
 )
 # A backup of one tenant, and what is everybody's of authority.
-OF_TENANT = ("job", "attempt", "effect", "effect_event", "agenda", "tenant")
+OF_TENANT = ("job", "attempt", "effect", "effect_event", "agenda", "wait", "signal", "tenant")
 OF_ALL = ("installation", "tip")
 COLUMNS = """SELECT array_agg(a.attname::text ORDER BY a.attnum) FROM pg_attribute AS a
 WHERE a.attrelid = ('fencepost.' || %(table)s)::regclass AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''"""
@@ -448,7 +448,7 @@ def drive(conn: Conn, database: Database, seed: int, seen: set[str], off: frozen
     here, outside = Authority(epoch), Witness(epoch)
     keys = (Effect(rng.choice(KINDS)), Effect(rng.choice(KINDS)))
     start = State(job_class, Job(epoch=epoch), keys, here, outside)
-    pair = Pair(conn, database, rng, f"s{seed}", start, [f"seed {seed}, {job_class}"], seen, off, ruled=seed % 3 == 0)
+    pair = Pair(conn, database, rng, f"s{seed}", start, [f"seed {seed}, {job_class}"], seen, off, ruled=seed % 4 == 0)
     policy = JobClassPolicy(
         name=as_class(pair.name),
         policy=job_class.policy,
@@ -460,7 +460,7 @@ def drive(conn: Conn, database: Database, seed: int, seen: set[str], off: frozen
     register_class(conn, policy)
     assert pair.submit(1) == "new"
     try:
-        for _ in range(STEPS * 2 if pair.ruled else STEPS):
+        for _ in range(24 if pair.ruled else STEPS):
             pair.act()
     finally:
         with suppress(FencepostError):
@@ -475,4 +475,15 @@ def test_postgresql_and_the_machine_say_and_become_the_same(database18: Database
             drive(conn, database18, seed, seen)
     # The sequences reach what they are there for: every refusal that this machine knows.
     assert {f"ZF{code}" for code in CODES} <= {kind.partition(" ")[2] for kind in seen}, sorted(seen)
-    assert {"Wait waiting", "Wait signalled", "Wait ZF030", "Signal recorded", "Signal too_late"} <= seen, sorted(seen)
+    assert {
+        "Wait waiting",
+        "Wait signalled",
+        "Wait ZF030",
+        "Signal recorded",
+        "Signal too_late",
+        "Rotate ",
+        "Thaw ",
+        "Release ",
+        "Recover ",
+        "Arm ZF002",
+    } <= seen, sorted(seen)

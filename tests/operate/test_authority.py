@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fencepost.jobs.authority import By, freeze
 from fencepost.jobs.claim import claim
 from fencepost.schemas import arming
 from support.command_line import Fencepost, running
@@ -27,14 +26,17 @@ def made(databases18: Databases) -> Iterator[Restores]:
         yield found
 
 
-def version(fencepost: Fencepost, database: Database) -> int:
-    return int(json.loads(fencepost(database, "authority", "status", "--json").out)["version"])
+def version(database: Database) -> int:
+    with database.connect() as conn:
+        row = conn.execute("SELECT max(seq) FROM fencepost.authority_log").fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 def test_each_change_is_tried_made_and_shown(database18: Database, fencepost: Fencepost) -> None:
     with database18.connect(autocommit=True) as conn:
         given(conn, tenant="acme")
-    before = version(fencepost, database18)
+    before = version(database18)
     acts = (
         ("rotate", "--tenant", "acme"),
         ("rotate", "--all"),
@@ -50,12 +52,12 @@ def test_each_change_is_tried_made_and_shown(database18: Database, fencepost: Fe
         ("lift", "principal", "eve"),
     )
     for act in acts:
-        looked_at = str(version(fencepost, database18))
+        looked_at = str(version(database18))
         tried = fencepost(database18, "authority", *act, *WHY, "--dry-run", "--expect-version", looked_at)
         if act[0] != "lift":
             assert tried.out.startswith("dry run, nothing was changed: "), act
         assert tried.code == 0, (act, tried.err)
-        assert str(version(fencepost, database18)) == looked_at, act
+        assert str(version(database18)) == looked_at, act
         done = fencepost(database18, "authority", *act, *WHY, "--expect-version", looked_at)
         assert (done.code, done.err) == (0, ""), act
         late = fencepost(database18, "authority", *act, *WHY, "--expect-version", looked_at)
@@ -151,23 +153,12 @@ ACTS = (
 
 def test_only_an_authority_admin_changes_authority(roles: Roles, fencepost: Fencepost) -> None:
     admin = roles.login("authority_admin")
-    for role in (
-        "producer",
-        "relay",
-        "consumer",
-        "executor",
-        "projector",
-        "reconciler",
-        "armer",
-        "maintenance",
-        "reader",
-    ):
+    # The whole matrix is another test's; here is what an operator of another role sees.
+    for role, acts in (("reconciler", ACTS), ("executor", ACTS[:1]), ("armer", ACTS[:1]), ("reader", ACTS[:1])):
         other = roles.login(role)
-        for act in ACTS:
+        for act in acts:
             refused = fencepost(other, "authority", *act, *WHY)
             assert refused.code == 1 and "permission denied" in refused.line, (role, act, refused.err)
-        with other.connect(autocommit=True) as conn, pytest.raises(Exception, match="permission denied"):
-            freeze(conn, By("eve", "why"))
     for act in ACTS:
         done = fencepost(admin, "authority", *act, *WHY)
         assert done.code == 0, (act, done.err)

@@ -223,20 +223,20 @@ def test_wrong_words_on_the_command_line_are_refused_with_code_2(work: Work, fen
 
 def test_cancel_shows_execution_and_effect_side_by_side(work: Work, fencepost: Fencepost) -> None:
     which = (*WHICH, "--class", CLASS)
-    done = fencepost(work.database, "jobs", "cancel", *which, "--reason", "not needed")
+    done = fencepost(work.database, "jobs", "cancel", *which, "--reason-text", "not needed")
     assert (done.code, done.out) == (0, "report.make of operation op: cancelled\n")
-    assert "already_cancelled" in fencepost(work.database, "jobs", "cancel", *which, "--reason", "again").out
+    assert "already_cancelled" in fencepost(work.database, "jobs", "cancel", *which, "--reason-text", "again").out
 
     shown = json.loads(fencepost(work.database, "jobs", "show", *which, "--json").out)
     assert (shown["state"], [e["state"] for e in shown["effects"]]) == ("cancelled", ["unknown"])
     plain = fencepost(work.database, "jobs", "show", *which).out
     assert "cancelled" in plain and "unknown" in plain and CONTENT not in plain
 
-    refused = fencepost(work.database, "jobs", "requeue", *which, "--reason", "after all")
+    refused = fencepost(work.database, "jobs", "retry", *which, "--reason-text", "after all")
     assert refused.code == 4
     assert "[effect]" in refused.line
     assert fencepost(work.database, *work.reconcile(*APPLIED, *EVIDENCE)).code == 0
-    assert fencepost(work.database, "jobs", "requeue", *which, "--reason", "after all").code == 0
+    assert fencepost(work.database, "jobs", "retry", *which, "--reason-text", "after all").code == 0
 
 
 def test_jobs_are_listed_by_state_and_unknown_ones_refused(work: Work, fencepost: Fencepost) -> None:
@@ -244,7 +244,11 @@ def test_jobs_are_listed_by_state_and_unknown_ones_refused(work: Work, fencepost
     assert json.loads(fencepost(work.database, "jobs", "list", "--state", "queued", "--json").out) == []
 
     nobody = ("--tenant", "acme", "--operation", "nobody", "--class", CLASS)
-    for arguments in (("show", *nobody), ("cancel", *nobody, "--reason", "r"), ("requeue", *nobody, "--reason", "r")):
+    for arguments in (
+        ("show", *nobody),
+        ("cancel", *nobody, "--reason-text", "r"),
+        ("retry", *nobody, "--reason-text", "r"),
+    ):
         done = fencepost(work.database, "jobs", *arguments)
         assert done.code == 1
         assert "there is no such job [operation]" in done.line

@@ -171,10 +171,14 @@ def test_the_repairing_roles_repair_and_execute_nothing(roles: Roles, fencepost:
         "r.c",
         "--actor",
         "ann",
-        "--reason",
+        "--reason-text",
         "a test",
     )
     assert cancelled.code == 0, cancelled.err
+    which = ("--tenant", "t", "--operation", "op-9", "--class", "r.c")
+    for act in (("show",), ("retry", "--reason-text", "a test", "--actor", "ann"), ("schedules", "list")):
+        done = fencepost(reconciler, "jobs", *act, *(() if "list" in act else which))
+        assert done.code == 0, done.err
     with reconciler.connect(autocommit=True) as conn, pytest.raises(psycopg.errors.InsufficientPrivilege):
         conn.execute("SELECT fencepost.claim('w', '{r.c}', 1)")
     with roles.login("maintenance").connect(autocommit=True) as conn:

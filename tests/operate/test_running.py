@@ -24,7 +24,7 @@ from support.database import Database
 from support.deliveries import Submitted, envelope
 from support.health import ask
 from support.processes import Child, wait_for
-from support.services import Services
+from support.services import Pooler, Services
 
 WORKER = """
 from fencepost.jobs.worker import Worker
@@ -315,6 +315,19 @@ def test_target_that_is_no_worker_is_refused_in_one_line(
     assert words in done.line and "[target]" in done.line
 
 
+def test_worker_with_a_doorbell_that_would_never_ring_is_refused_in_one_line(
+    database18: Database, pgbouncer18: Pooler, fencepost: Fencepost, tmp_path: Path
+) -> None:
+    (tmp_path / "rung_worker.py").write_text(WORKER)
+    pooled = Database(pgbouncer18.dsn(database18.dsn), database18.state)
+
+    done = fencepost(pooled, "worker", "run", "rung_worker:worker", "--doorbell")
+
+    assert done.code == 2
+    line = done.err.splitlines()[-1]
+    assert "no notification arrives" in line and "[doorbell]" in line
+
+
 def test_target_that_is_no_consumer_is_refused(database18: Database, fencepost: Fencepost, tmp_path: Path) -> None:
     (tmp_path / "odd_consumer.py").write_text(CONSUMER)
 
@@ -352,7 +365,7 @@ def test_every_command_on_an_empty_database_says_what_to_run(
         ("effects", "list"),
         ("effects", "show", *which, "--effect", "e"),
         ("jobs", "list"),
-        ("jobs", "cancel", *which, "--class", "c", "--reason", "r"),
+        ("jobs", "cancel", *which, "--class", "c", "--reason-text", "r"),
         ("relay", "run", "--once"),
         ("relay", "run"),
         ("worker", "run", "early_worker:worker"),

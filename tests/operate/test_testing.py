@@ -37,9 +37,10 @@ def fencepost_domain():
 # Times that ageing leaves alone: authority and the witness, settings, and history, which nobody may change.
 KEPT = {
     *("installation", "tenant", "ticket", "tip", "authority_log", "decision", "migration"),
-    *("destination", "route", "job_class", "attempt", "staged", "publication", "effect_event"),
+    *("destination", "route", "job_class", "attempt", "staged", "publication", "effect_event", "job_event"),
     *("consumer", "consumer_forever", "consumer_topic", "protected", "manifest"),
     *("signal", "progress", "result"),
+    *("restriction", "lost_begin"),
     # Follows the jobs: one that ages is pointed to anew.
     "agenda",
 }

@@ -17,6 +17,7 @@ import fencepost.relay
 import fencepost.schemas
 from fencepost.schemas import grants, migrate
 from fencepost.schemas.errors import InvalidInput
+from fencepost.schemas.witness_database import DatabaseWitness
 from support.database import Database
 
 NAMED = re.compile(r"%\((\w+)\)s")
@@ -41,7 +42,7 @@ def _statements() -> Iterator[tuple[str, str]]:
 def test_every_statement_constant_can_be_prepared(database: Database) -> None:
     found = dict(_statements())
     assert len(found) > 20
-    with database.connect(autocommit=True) as conn:
+    with DatabaseWitness(database.dsn).held(), database.connect(autocommit=True) as conn:
         for name, statement in found.items():
             numbers: dict[str, str] = {}
             text = NAMED.sub(lambda m, n=numbers: n.setdefault(m[1], f"${len(n) + 1}"), statement).replace("%%", "%")  # type: ignore[misc]
@@ -167,7 +168,7 @@ def test_no_role_of_the_matrix_can_log_in(separated: Database) -> None:
 DURABLE = (
     *("arm", "beat", "tick", "ack", "retried", "reserve", "dead_letter", "fence", "complete", "stage"),
     *("begin_effect", "record_effect", "reconcile", "cancel", "requeue", "settle_dead_letter", "advance_horizon"),
-    *("reserve_many", "condemn_object"),
+    *("reserve_many", "condemn_object", "remove_schedule"),
 )
 
 

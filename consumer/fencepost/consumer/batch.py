@@ -10,6 +10,7 @@ Order: once an event is not handled, no later one of its ordering key is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, LiteralString
@@ -100,16 +101,16 @@ class Batch:
         return {
             "wait": f"{round(self._wait_seconds * 1000)}ms",
             "consumer": self._consumer,
-            "tenants": [each.tenant for each in envelopes],
-            "operations": [each.operation for each in envelopes],
-            "types": [each.type for each in envelopes],
-            "versions": [each.version for each in envelopes],
-            "event_ids": [each.id for each in envelopes],
-            "sources": [each.source for each in envelopes],
-            "epochs": [each.epoch for each in envelopes],
-            "bindings": [entry.arrived.binding for entry in self.entries],
-            "event_times": [each.time for each in envelopes],
-            "coordinates": [entry.delivery.coordinates for entry in self.entries],
+            "tenants": _array([each.tenant for each in envelopes]),
+            "operations": _array([each.operation for each in envelopes]),
+            "types": _array([each.type for each in envelopes]),
+            "versions": _array([str(each.version) for each in envelopes]),
+            "event_ids": _array([str(each.id) for each in envelopes]),
+            "sources": _array([each.source for each in envelopes]),
+            "epochs": _array([str(each.epoch) for each in envelopes]),
+            "bindings": _array([entry.arrived.binding for entry in self.entries]),
+            "event_times": _array([each.time.isoformat() for each in envelopes]),
+            "coordinates": _array([entry.delivery.coordinates for entry in self.entries]),
         }
 
     def settling(self) -> dict[str, object]:
@@ -253,6 +254,13 @@ async def together_async(
             else:
                 batch.handled(entry, row)
     await conn.execute(SETTLE_BATCH, batch.settling())
+
+
+def _array(texts: list[str]) -> str | list[str]:
+    """An array as PostgreSQL reads it, written at once: JSON writes all but control characters in the same way."""
+    if not "".join(texts).isprintable():
+        return texts
+    return f"{{{json.dumps(texts, ensure_ascii=False)[1:-1]}}}"
 
 
 def _require_whole(conn: Connection[Any] | AsyncConnection[Any], error: Exception) -> None:

@@ -62,7 +62,7 @@ class Connections:
         try:
             with self._lock:
                 conn = self._idle.pop() if self._idle else None
-            conn = conn or connect(self._dsn, autocommit=True, answer_within=self._answer_within)
+            conn = conn or connect(self._dsn, answer_within=self._answer_within)
             try:
                 yield conn
             finally:
@@ -116,11 +116,7 @@ class AsyncConnections:
         except TimeoutError:
             raise _all_in_use(self._dsn) from None
         try:
-            conn = (
-                self._idle.pop()
-                if self._idle
-                else await connect_async(self._dsn, autocommit=True, answer_within=self._answer_within)
-            )
+            conn = self._idle.pop() if self._idle else await connect_async(self._dsn, answer_within=self._answer_within)
             try:
                 yield conn
             finally:

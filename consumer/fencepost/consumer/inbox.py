@@ -75,6 +75,7 @@ class _Inbox(Generic[H]):
         self.handler = handler
         self.wait_seconds = wait_seconds
         self.isolation = isolation
+        self._isolating = b"" if isolation is None else ISOLATION[isolation].encode() + b"; "
         self._copies, self._async_copies = Copies(), AsyncCopies()
         self.reading = Reading.of(handler)
         self.__doc__ = handler.__doc__
@@ -183,12 +184,10 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
         return reserve_in(tx, self.consumer, envelope, coordinates)
 
     def _once(self, transactions: Transactions, delivery: Delivery, arrived: Arrived) -> Handled:
-        with transactions.begin(held=self.isolation is None) as begun:
-            conn = begun.conn
-            if self.isolation is not None:
-                conn.execute(ISOLATION[self.isolation])
+        with transactions.begin(held=True) as begun:
+            conn, opening = begun.conn, begun.opening + self._isolating
             try:
-                reservation = reserve(begun, self.consumer, arrived, delivery, self.wait_seconds)
+                reservation = reserve(conn, self.consumer, arrived, delivery, self.wait_seconds, opening)
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:
@@ -275,12 +274,10 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
         return await reserve_in_async(tx, self.consumer, envelope, coordinates)
 
     async def _once(self, transactions: AsyncTransactions, delivery: Delivery, arrived: Arrived) -> Handled:
-        async with transactions.begin(held=self.isolation is None) as begun:
-            conn = begun.conn
-            if self.isolation is not None:
-                await conn.execute(ISOLATION[self.isolation])
+        async with transactions.begin(held=True) as begun:
+            conn, opening = begun.conn, begun.opening + self._isolating
             try:
-                reservation = await reserve_async(begun, self.consumer, arrived, delivery, self.wait_seconds)
+                reservation = await reserve_async(conn, self.consumer, arrived, delivery, self.wait_seconds, opening)
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
             match reservation.outcome:

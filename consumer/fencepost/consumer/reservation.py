@@ -11,7 +11,11 @@ from __future__ import annotations
 from typing import Any, LiteralString
 
 from psycopg import AsyncConnection, Connection
-from psycopg.pq import Escaping
+from psycopg.abc import PQGen
+from psycopg.errors import error_from_result
+from psycopg.generators import execute
+from psycopg.pq import Escaping, ExecStatus
+from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
@@ -19,7 +23,6 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Reservation, Reserved
 from fencepost.consumer.reading import Arrived
 from fencepost.consumer.retries import settle, settle_async
-from fencepost.consumer.transactions import Begun
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
@@ -31,21 +34,24 @@ RESERVE: LiteralString = """
 SELECT r.outcome, r.arrivals, r.other_epoch, pg_current_xact_id()::text
 FROM fencepost.reserve(
     %(tenant)s, %(consumer)s, %(operation)s, %(type)s, %(version)s::integer, %(event_id)s::uuid, %(source)s,
-    %(epoch)s::bigint, %(binding)s, %(event_time)s::timestamptz, %(coordinates)s, %(headers)s::jsonb, %(payload)s::bytea
+    %(epoch)s::bigint, %(binding)s, %(event_time)s::timestamptz, %(coordinates)s, %(headers)s::jsonb, %(payload)s::bytea,
+    %(wait_ms)s::integer
 ) AS r
 """
 
-# Bounds the wait, and marks the transaction.
+# In one query with what begins the transaction, so with its values as literals: names only, content goes as parameters.
 RESERVE_WITHIN: LiteralString = """
 SELECT fencepost.reserve(
     %(tenant)s, %(consumer)s, %(operation)s, %(type)s, %(version)s, %(event_id)s, %(source)s, %(epoch)s, %(binding)s,
-    %(event_time)s, %(coordinates)s, %(headers)s, %(payload)s, %(wait_ms)s)::text, pg_current_xact_id()::text"""
+    %(event_time)s, %(coordinates)s, NULL, NULL, %(wait_ms)s), pg_current_xact_id()"""
 LOCK_TIMEOUT: LiteralString = "SELECT set_config('lock_timeout', %(wait_ms)s, true)"
 LOCK_TIMEOUT_AS_BEFORE: LiteralString = "SET LOCAL lock_timeout TO DEFAULT"
 
 # Nothing is recorded: what would have to be kept was not given, for hardly any delivery needs it.
 _ALONE = "alone"
 _DONE = (Reserved.RESERVED, Reserved.DUPLICATE)
+# What may hold a quote; all else is a number, a UUID, a time.
+_WRITTEN = ("tenant", "consumer", "operation", "type", "source", "binding", "coordinates")
 
 
 def reserve_in(tx: Transaction, consumer: str, envelope: Envelope, coordinates: str) -> Reservation:
@@ -77,22 +83,20 @@ async def reserve_in_async(tx: AsyncTransaction, consumer: str, envelope: Envelo
 
 
 def reserve(
-    begun: Begun[Connection[Any]], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float
+    conn: Connection[Any], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float, opening: bytes
 ) -> Reservation:
     """As `reserve_in`, for a delivery that was read, in a transaction of the inbox's own; settles its dead letter.
 
-    Waits ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was.
+    ``opening`` goes before it in the same round trip, and begins the transaction where nothing else has. Waits
+    ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was.
     """
-    conn, values = begun.conn, _waiting(consumer, arrived, delivery, wait_seconds)
-    named = conn.pgconn.parameter_status(b"application_name")
-    with conn.cursor(row_factory=tuple_row) as cursor:
-        cursor.execute(begun.opening + _in_words(conn, values), prepare=False)
-        while cursor.nextset():
-            pass
-        row = cursor.fetchone()
-        if _is_alone(row):
-            row = cursor.execute(RESERVE_WITHIN, values | _content(arrived.envelope, delivery)).fetchone()
-    reservation = _told(row, named, conn)
+    values = _waiting(consumer, arrived, delivery, wait_seconds)
+    with conn.lock:
+        reservation = conn.wait(_reserving(conn.pgconn, opening + _in_words(conn, values)))
+    if reservation is None:
+        content = _content(arrived.envelope, delivery)
+        with conn.cursor(row_factory=tuple_row) as cursor:
+            reservation = _reservation(cursor.execute(RESERVE, values | content).fetchone())
     if delivery.dead_letter is not None:
         conn.execute(LOCK_TIMEOUT, values)
         settle(conn, consumer, delivery.dead_letter, gone=reservation.outcome in _DONE)
@@ -101,20 +105,16 @@ def reserve(
 
 
 async def reserve_async(
-    begun: Begun[AsyncConnection[Any]], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float
+    conn: AsyncConnection[Any], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float, opening: bytes
 ) -> Reservation:
     """As `reserve`, for asyncio."""
-    conn, values = begun.conn, _waiting(consumer, arrived, delivery, wait_seconds)
-    named = conn.pgconn.parameter_status(b"application_name")
-    async with conn.cursor(row_factory=tuple_row) as cursor:
-        await cursor.execute(begun.opening + _in_words(conn, values), prepare=False)
-        while cursor.nextset():
-            pass
-        row = await cursor.fetchone()
-        if _is_alone(row):
-            content = _content(arrived.envelope, delivery)
-            row = await (await cursor.execute(RESERVE_WITHIN, values | content)).fetchone()
-    reservation = _told(row, named, conn)
+    values = _waiting(consumer, arrived, delivery, wait_seconds)
+    async with conn.lock:
+        reservation = await conn.wait(_reserving(conn.pgconn, opening + _in_words(conn, values)))
+    if reservation is None:
+        content = _content(arrived.envelope, delivery)
+        async with conn.cursor(row_factory=tuple_row) as cursor:
+            reservation = _reservation(await (await cursor.execute(RESERVE, values | content)).fetchone())
     if delivery.dead_letter is not None:
         await conn.execute(LOCK_TIMEOUT, values)
         await settle_async(conn, consumer, delivery.dead_letter, gone=reservation.outcome in _DONE)
@@ -148,6 +148,7 @@ def _values(consumer: str, envelope: Envelope, binding: str, coordinates: str) -
         "coordinates": coordinates,
         "headers": None,
         "payload": None,
+        "wait_ms": None,
     }
 
 
@@ -158,12 +159,35 @@ def _waiting(consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: 
 
 
 def _in_words(conn: Connection[Any] | AsyncConnection[Any], values: dict[str, Any]) -> bytes:
-    """RESERVE_WITHIN with its values as literals, so that it can share a round trip with what begins the transaction."""
+    """RESERVE_WITHIN with its values as literals."""
+    plain = "".join(values[name] for name in _WRITTEN)
+    if plain.isascii() and "'" not in plain and "\\" not in plain:
+        return (RESERVE_WITHIN % {name: f"'{value}'" for name, value in values.items()}).encode()
     literal, encoding = Escaping(conn.pgconn).escape_literal, conn.info.encoding
-    return RESERVE_WITHIN.encode() % {
-        name.encode(): b"NULL" if value is None else bytes(literal(value.encode(encoding)))
-        for name, value in values.items()
-    }
+    written = {name: bytes(literal(values[name].encode(encoding))).decode(encoding) for name in _WRITTEN}
+    return (RESERVE_WITHIN % ({name: f"'{value}'" for name, value in values.items()} | written)).encode(encoding)
+
+
+def _reserving(pgconn: PGconn, query: bytes) -> PQGen[Reservation | None]:
+    """Sends one query and reads its last answer, as psycopg does, without what a cursor is for; None for alone."""
+    named = pgconn.parameter_status(b"application_name")
+    pgconn.send_query(query)
+    results = yield from execute(pgconn)
+    answer = results[-1]
+    if answer.status != ExecStatus.TUPLES_OK:
+        raise error_from_result(answer)
+    outcome, arrivals, other_epoch = (answer.get_value(0, 0) or b"")[1:-1].decode().split(",")
+    if outcome == _ALONE:
+        return None
+    mark = pgconn.parameter_status(b"application_name")
+    # A name that is the mark already, or is not reported, tells nothing.
+    return Reservation(
+        Reserved(outcome),
+        int(arrivals),
+        other_epoch == "t",
+        (answer.get_value(0, 1) or b"").decode(),
+        None if mark == named else mark,
+    )
 
 
 def _attributes(envelope: Envelope) -> dict[str, object]:
@@ -181,20 +205,6 @@ def _content(envelope: Envelope, delivery: Delivery) -> dict[str, object]:
 
 def _needs_content(row: tuple[Any, ...] | None) -> bool:
     return row is not None and row[0] == _ALONE
-
-
-def _is_alone(row: tuple[Any, ...] | None) -> bool:
-    return row is not None and row[0].startswith(f"({_ALONE},")
-
-
-def _told(
-    row: tuple[Any, ...] | None, named: bytes | None, conn: Connection[Any] | AsyncConnection[Any]
-) -> Reservation:
-    assert row is not None
-    outcome, arrivals, other_epoch = row[0][1:-1].split(",")
-    mark = conn.pgconn.parameter_status(b"application_name")
-    # A name that is the mark already, or is not reported, tells nothing.
-    return Reservation(Reserved(outcome), int(arrivals), other_epoch == "t", row[1], None if mark == named else mark)
 
 
 def _reservation(row: tuple[Any, ...] | None) -> Reservation:

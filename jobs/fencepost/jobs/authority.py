@@ -35,6 +35,7 @@ Kind = Literal["tenant", "class", "principal"]
 BEGIN_CHANGE: LiteralString = """
 SELECT fencepost.begin_change(%(installation)s, %(seq)s, %(nonce)s, %(system_identifier)s, %(timeline)s, %(database_oid)s,
                               %(version)s)"""
+IS_MINE: LiteralString = "SELECT session_user = %(subject)s"
 DISARM: LiteralString = "SELECT fencepost.disarm()"
 ROTATE: LiteralString = """
 SELECT held, blocked FROM fencepost.rotate(
@@ -99,9 +100,16 @@ def rotate(dsn: str, witness: Path | Witness, by: By, *, tenant: str | None = No
 def restrict(dsn: str, witness: Path | Witness, by: By, kind: Kind, subject: str, *, dry_run: bool = False) -> Rotated:
     """Suspends a tenant, disables a class or revokes a login until it is lifted; a restore does not lift it.
 
-    Running work of the tenant or class is held; what else of it is queued is not claimed. As ``rotate`` otherwise.
+    Running work of the tenant or class is held; what else of it is queued is not claimed. The login that asks is refused
+    (InvalidInput). As ``rotate`` otherwise.
     """
     one = f"{_kind(kind)}:{subject}"
+    if kind == "principal":
+        with connect(dsn, autocommit=True, answer_within=arming.ANSWER_SECONDS) as conn:
+            if conn.execute(IS_MINE, {"subject": subject}).fetchone() == (True,):
+                raise InvalidInput(
+                    "this is the login that asks: nobody could lift it", field="subject", hint="use another login"
+                )
 
     def restricted(record: Record) -> Record:
         return replace(record, restrictions=tuple(dict.fromkeys((*record.restrictions, one))))
@@ -165,17 +173,21 @@ def seal(dsn: str, witness: Path | Witness, by: By, *, dry_run: bool = False) ->
     It arms itself then, on another system or timeline too, if it lost nothing on the way.
     """
     outside = arming.as_witness(witness)
-    with outside.held(), connect(dsn, answer_within=arming.ANSWER_SECONDS) as conn:
-        record = arming.settled(outside.read(), arming.read_tip(conn))
+    with (
+        outside.held(),
+        connect(dsn, answer_within=arming.ANSWER_SECONDS) as gate,
+        connect(dsn, autocommit=True, answer_within=arming.ANSWER_SECONDS) as other,
+    ):
+        record = _begun(gate, other, outside, by)
         mark = record.head.sealing()
+        if not dry_run:
+            # Crash here: [V4] told and not sealed: the next beat takes the turn as any other.
+            record = intend(outside, record, mark)
+        gate.execute(SEAL, arming.parameters(record, mark) | by.values())
         if dry_run:
-            conn.execute(SEAL, arming.parameters(record, mark) | by.values())
-            conn.rollback()
+            gate.rollback()
             return
-        # Crash here: [V4] told and not sealed: the next beat takes the turn as any other.
-        record = intend(outside, record, mark)
-        conn.execute(SEAL, arming.parameters(record, mark) | by.values())
-        conn.commit()
+        gate.commit()
         confirm(outside, record, mark)
 
 

@@ -43,7 +43,7 @@ class Held:
         self._work = work
         self._outcomes = outcomes
         self._conduct = Conduct(execution, work, outcomes)
-        self._reporter = Reporter(execution.job.fence, work)
+        self._reporter: Reporter | None = None
 
     @property
     def lost(self) -> threading.Event:
@@ -63,6 +63,8 @@ class Held:
 
         ``note`` has at most 200 characters. What a stale attempt tells is refused, and nobody hears of it.
         """
+        if self._reporter is None:
+            self._reporter = Reporter(self._execution.job.fence, self._work)
         self._reporter.tell(fraction, note)
 
     def _publish(self, callback: Callable[[FencedTransaction], T], kept: object) -> Future[T]:

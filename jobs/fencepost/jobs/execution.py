@@ -47,6 +47,7 @@ class Execution:
     """The state that the handler's thread, the renewal and the worker share; every member is safe between threads."""
 
     __slots__ = (
+        "_claimed_at",
         "_deadline",
         "_lock",
         "_lost",
@@ -75,6 +76,7 @@ class Execution:
         self._lost_event: threading.Event | None = None
         self._lock = threading.Lock()
         self._deadline = job.deadline
+        self._claimed_at = time.monotonic()
         self._why = ""
         self._on_lost: Callable[[], None] | None = None
         self._published = False
@@ -125,6 +127,10 @@ class Execution:
         """The lease was extended; ``deadline`` is counted from before the round trip that did it."""
         with self._lock:
             self._deadline = max(self._deadline, deadline)
+
+    def age(self) -> float:
+        """Seconds since the claim."""
+        return time.monotonic() - self._claimed_at
 
     def expired(self) -> bool:
         """Whether the lease may be over."""
@@ -179,7 +185,7 @@ class Execution:
         with self._lock:
             self._settled = True
             self._why = self._why or "waiting"
-            self.lost.set()
+            self._mark_lost()
 
     def keep(self, value: object) -> InvalidInput | None:
         """Keeps what the handler returned for its completion; why it cannot be kept, if so. None is nothing."""

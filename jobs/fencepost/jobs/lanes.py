@@ -39,7 +39,7 @@ class LanesClosed(Unreachable):
 
 
 class Lanes:
-    """Runs work on a fixed number of threads, each with an autocommit connection that is replaced when it breaks.
+    """Runs work on up to ``threads`` threads, each with an autocommit connection that is replaced when it breaks.
 
     ``budget`` is for how many seconds work that lost its connection, a deadlock or a wait for a lock is tried again, 0
     for never; work given to lanes with a budget must therefore be safe to repeat. At most ``waiting_max`` pieces wait. A
@@ -62,12 +62,10 @@ class Lanes:
         self._queue: queue.Queue[tuple[Callable[[Connection[Any]], Any], Future[Any]] | None] = queue.Queue(waiting_max)
         self._closed = threading.Event()
         self._sending = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"fencepost-{name}-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._name = name
+        self._most = threads
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
 
     def send(self, work: Work[T]) -> Future[T]:
         """Queues the work; the future has its result or its exception, LanesClosed after ``close``."""
@@ -75,9 +73,17 @@ class Lanes:
         with self._sending:
             if not self._closed.is_set():
                 self._queue.put((work, future))
+                if len(self._threads) < self._most and not self._idle.acquire(blocking=False):
+                    self._begin()
                 return future
         future.set_exception(LanesClosed("the worker has stopped", field="worker"))
         return future
+
+    def _begin(self) -> None:
+        name = f"fencepost-{self._name}-{len(self._threads)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def call(self, work: Work[T]) -> T:
         """Runs the work and waits for it; never call it from a lane."""
@@ -106,6 +112,7 @@ class Lanes:
         try:
             while (item := self._queue.get()) is not None:
                 conn = self._do(item[0], item[1], conn)
+                self._idle.release()
         finally:
             if conn is not None:
                 conn.close()

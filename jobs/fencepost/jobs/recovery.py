@@ -66,7 +66,8 @@ class Recovered:
     """What a recovery did: ``jobs`` are suspect, ``unknown`` effects need evidence, ``unsent`` events are sent again.
 
     ``presented`` begins of the journals are unknown, or were known; ``lost`` ones belong to jobs that this database does
-    not have. ``damaged`` journals could be read in part only. ``already`` when the database was armed, and nothing was done.
+    not have. ``damaged`` journals could be read in part only. ``already`` when the database was armed: only the journals were
+    presented.
     """
 
     epoch: int
@@ -101,7 +102,10 @@ def recover(
     with outside.held(), connect(dsn, answer_within=ANSWER_SECONDS) as conn:
         tip = arming.read_tip(conn)
         if tip.armed:
-            return Recovered(tip.epoch, holds=tuple(holds(conn)), already=True)
+            # A recovery that died after its commit may not have come to the journals.
+            presented, lost, damaged = present_journals(conn, () if dry_run else journals)
+            found = tuple(holds(conn))
+            return Recovered(tip.epoch, presented=presented, lost=lost, damaged=damaged, holds=found, already=True)
         record = arming.moved(outside.read(), tip)
         mark = beyond(record, tip)
         values = arming.parameters(record, mark) | {"numbers": numbers} | by.values()
@@ -144,7 +148,8 @@ def present_journals(conn: Connection[Any], folders: Iterable[Path]) -> tuple[in
         if scan(folder, begins.take).damage is not None:
             damaged.append(str(folder))
         for begin in (*begins.matched.values(), *begins.unmatched.values()):
-            if present(conn, begin) == "no_job":
+            verdict = present(conn, begin)
+            if verdict == "no_job":
                 conn.execute(
                     LOST,
                     {
@@ -156,7 +161,7 @@ def present_journals(conn: Connection[Any], folders: Iterable[Path]) -> tuple[in
                     },
                 )
                 lost.append(begin)
-            presented += 1
+            presented += verdict != "pending"
             conn.commit()
     return presented, tuple(lost), tuple(damaged)
 

@@ -26,7 +26,10 @@ from fencepost.jobs.execution import Execution
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.outcomes import Completions, given_back, outcome
+from fencepost.jobs.periodic import Periodic
 from fencepost.jobs.renewal import Renewal
+from fencepost.jobs.schedule import Schedule
+from fencepost.jobs.standing import Standing, ending
 from fencepost.jobs.upkeep import Upkeep
 from fencepost.schemas import arming
 from fencepost.schemas.errors import NotArmed, WitnessMismatch
@@ -41,6 +44,8 @@ __all__ = ["Run"]
 OUTCOME_SECONDS = 10.0
 OUTCOME_LANES = 2
 LOOP_SECONDS = 2.0
+
+AsyncHandler = Callable[[AsyncContext, Job], Coroutine[Any, Any, object]]
 
 log = logging.getLogger("fencepost.jobs")
 
@@ -74,6 +79,8 @@ class Run:
         upkeep: str | None = None,
         journal: Journal | None = None,
         processes: int | None = None,
+        schedules: Sequence[Schedule] = (),
+        standing: Standing | None = None,
     ) -> None:
         self._dsn = dsn
         self._owner = owner
@@ -81,6 +88,9 @@ class Run:
         self._concurrency = concurrency
         self._state = state
         self._journal = journal
+        self._standing = standing or Standing(owner)
+        self._standing.running = self.running
+        self._standing.capacity = concurrency
         self._presented = False
         self._lock = threading.Lock()
         self._executions: dict[int, Execution] = {}
@@ -93,6 +103,7 @@ class Run:
         look_ups = {n: h.reconciliation.look_up for n, h in classes.items() if h.reconciliation.look_up is not None}
         self._upkeep = Upkeep(upkeep or dsn, owner, look_ups)
         self._computers = Computers(processes)
+        self._periodic = Periodic(dsn, owner, schedules)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
 
@@ -100,6 +111,7 @@ class Run:
         """Starts renewal, the keeper of the witness, and the event loop where a handler needs one."""
         self._renewal.start()
         self._upkeep.start()
+        self._periodic.start()
         if self._keeper is not None:
             self._keeper.start()
         if any(handled.asynchronous for handled in self._classes.values()):
@@ -127,7 +139,8 @@ class Run:
         """
         if self._journal is None:
             return True
-        if not self._journal.usable():
+        self._standing.journal_usable = self._journal.usable()
+        if not self._standing.journal_usable:
             return False
         if not self._presented:
             self._journal.present(conn)
@@ -161,7 +174,7 @@ class Run:
 
     def execute(self, jobs: Sequence[Job]) -> None:
         """Starts the handlers of claimed jobs, each in a thread of its own or together on the event loop."""
-        classes = [self._classes[job.job_class] for job in jobs]
+        classes = [self._classes[job.fence.job_class] for job in jobs]
         executions = [Execution(j, c.policy, self._journal, c.retry) for j, c in zip(jobs, classes, strict=True)]
         with self._lock:
             self._executions.update((id(execution), execution) for execution in executions)
@@ -175,7 +188,7 @@ class Run:
                 ).start()
 
     def _handled(self, execution: Execution) -> Handled:
-        return self._classes[execution.job.job_class]
+        return self._classes[execution.job.fence.job_class]
 
     def _run_sync(self, execution: Execution, handler: Callable[[Context, Job], object]) -> None:
         error: BaseException | None = None
@@ -189,7 +202,7 @@ class Run:
 
     def _run_async(self, loop: asyncio.AbstractEventLoop, executions: Sequence[Execution]) -> None:
         for execution in executions:
-            handler = cast(Callable[[AsyncContext, Job], Coroutine[Any, Any, object]], self._handled(execution).handler)
+            handler = cast("AsyncHandler", self._handled(execution).handler)
             context = AsyncContext(execution, self._work, self._outcomes, self._computers)
             try:
                 task = loop.create_task(handler(context, execution.job))
@@ -205,6 +218,7 @@ class Run:
 
     def _end(self, execution: Execution, error: BaseException | None) -> None:
         """Sends the outcome to its own lane; the execution counts as running until it is written."""
+        self._standing.ended(execution.job.fence.job_class, ending(execution, error))
         if not execution.settle() or (execution.published and error is None):
             self._forget([execution])
         elif error is None and execution.result is None:
@@ -218,6 +232,7 @@ class Run:
 
     def _written(self, executions: Sequence[Execution], future: Future[Any]) -> None:
         if (failed := future.exception()) is not None:
+            self._standing.unwritten(len(executions))
             log.error(
                 "the outcome of %d attempts was not written: %s; their leases will end",
                 len(executions),
@@ -233,6 +248,8 @@ class Run:
 
     def finish(self, drain: float) -> None:
         """Waits ``drain`` seconds for what is running, gives the rest back, and ends every thread that can be ended."""
+        self._periodic.stop()
+        self._standing.draining = True
         until = time.monotonic() + drain
         while self.running() and (left := until - time.monotonic()) > 0:
             self._freed.wait(min(left, 0.05))

@@ -54,9 +54,9 @@ def wait(conn: Connection[Any], f: Fence, *, signal: str | None = None, until: U
     with conn.cursor(row_factory=tuple_row) as cursor:
         row = cursor.execute(WAIT, parameters).fetchone()
     assert row is not None
-    if row[0] is None:
-        return "waiting"
-    return next((s for s in signals(conn, f) if s.number == row[0]), "time")
+    if not row[0]:
+        return "waiting" if row[0] is None else "time"
+    return next(s for s in signals(conn, f) if s.number == row[0])
 
 
 def _time(until: Until | None) -> tuple[datetime | None, timedelta | None]:

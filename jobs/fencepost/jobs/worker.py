@@ -21,7 +21,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,10 +30,13 @@ import psycopg
 
 from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
+from fencepost.jobs.doorbell import Doorbell, prove
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
 from fencepost.jobs.run import Run
+from fencepost.jobs.schedule import Arguments, Missed, Schedule, define
+from fencepost.jobs.standing import Standing
 from fencepost.jobs.typed import reading_args
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
@@ -79,15 +83,22 @@ class Registered:
     asynchronous: bool
     """Whether the handler runs on the event loop."""
     retry: RetryPolicy | None = None
+    implied: bool = False
+    """Whether only a schedule has named it."""
 
 
 @dataclass(slots=True)
 class Polls:
-    """The pause before the next poll, whether the last left no capacity, and whether the operator knows that none claims."""
+    """The pause before the next poll, whether the last left no capacity, and whether the operator knows that none claims.
+
+    ``idle``: the last poll was answered, and left capacity; ``found``: something was claimed since the last rest.
+    """
 
     pause: float = POLL_SECONDS_MIN
     full: bool = False
     told: bool = False
+    idle: bool = False
+    found: bool = False
 
 
 class Hint:
@@ -123,7 +134,10 @@ class Worker:
     def __init__(self, *, owner: str | None = None, journal: Journal | Path | None = None) -> None:
         self.owner = owner or _owner()
         self.journal = Journal(journal) if isinstance(journal, Path) else journal
+        self.standing = Standing(self.owner)
+        """What this worker says of itself; see ``health.serving``."""
         self._classes: dict[str, Registered] = {}
+        self._schedules: dict[str, Schedule] = {}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -173,8 +187,61 @@ class Worker:
         tried = None if retry is None else _retrying(retry)
 
         def registered(handler: H) -> H:
+            if any(each.handler is handler and each.implied for each in self._classes.values()):
+                raise ConfigError(
+                    "periodic is applied before job", field="schedule", hint="put @worker.periodic above @worker.job"
+                )
             asynchronous = inspect.iscoroutinefunction(handler)
             self._classes[name] = Registered(made, reading_args(handler), reconciliation, asynchronous, tried)
+            return handler
+
+        return registered
+
+    def periodic(
+        self,
+        schedule: str,
+        *,
+        tenant: str,
+        cron: str | None = None,
+        every: timedelta | int | None = None,
+        time_zone: str | None = None,
+        args: Arguments | Callable[[datetime], Arguments] | None = None,
+        missed: Missed = "last",
+        grace: float = 60.0,
+    ) -> Callable[[H], H]:
+        """Submits one job of the handler's class for each instant of ``cron`` (five fields, in ``time_zone``) or ``every``.
+
+        @worker.periodic("report.daily", cron="0 3 * * *", time_zone="Europe/Berlin", tenant="acme")
+        @worker.job("report.daily", lease=60)
+        def daily(ctx: Context, job: Job) -> None: ...
+
+        Each instant once, whatever number of workers run and restart: its operation is ``schedule@instant``. ``args``, or
+        what they return for the instant (UTC), is what the job carries; by default ``{"schedule": ..., "at": ...}``.
+        ``missed``: what becomes of instants while nobody ran, ``last``, ``all`` or ``skip`` (`schedule`). ``every``: whole
+        seconds, counted from 1970. Without ``job`` below, the class has the schedule's name and the default policy.
+        """
+
+        def registered(handler: H) -> H:
+            if schedule in self._schedules:
+                raise ConfigError(
+                    f"there is a schedule {schedule} already", field="schedule", hint="name each differently"
+                )
+            classes = [name for name, each in self._classes.items() if each.handler is handler]
+            made = define(
+                schedule,
+                as_class(classes[-1] if classes else schedule, "schedule"),
+                tenant=tenant,
+                cron=cron,
+                every=every,
+                time_zone=time_zone,
+                args=args,
+                missed=missed,
+                grace=grace,
+            )
+            if not classes:
+                self.job(schedule)(handler)
+                self._classes[schedule] = replace(self._classes[schedule], implied=True)
+            self._schedules[schedule] = made
             return handler
 
         return registered
@@ -191,6 +258,7 @@ class Worker:
         upkeep: str | None = None,
         journal: Path | None = None,
         processes: int | None = None,
+        doorbell: bool = False,
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
@@ -200,9 +268,11 @@ class Worker:
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
         ``journal`` takes the place of the worker's own. ``processes``: how many computations run at a time (``ctx.compute``;
-        default: one for each core).
+        default: one for each core). With ``doorbell`` an idle worker is rung as soon as a job is due, instead of finding it
+        at the next poll, which comes at most half a second later; it needs a session of its own.
 
-        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class,
+        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class and
+        for a doorbell behind a pooler in transaction mode,
         InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
         JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
         """
@@ -216,6 +286,7 @@ class Worker:
             raise ConfigError(f"processes is not between 1 and {CONCURRENCY_MAX}", field="processes")
         kept = self.journal if journal is None else Journal(journal)
         with nullcontext() if kept is None else kept.opened(self.owner), _stopping(stop) as stopping:
+            schedules = tuple(self._schedules.values())
             run = Run(
                 dsn,
                 self.owner,
@@ -225,15 +296,18 @@ class Worker:
                 upkeep=upkeep,
                 journal=kept,
                 processes=processes,
+                schedules=schedules,
+                standing=self.standing,
             )
             run.start()
             try:
-                self._work(run, dsn, stopping, patience)
+                self._work(run, dsn, stopping, patience, doorbell=doorbell)
             finally:
                 run.finish(drain)
 
-    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float) -> None:
+    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float, *, doorbell: bool) -> None:
         answered = time.monotonic()
+        proved = False
         polls = Polls()
         while not stopping.is_set():
             try:
@@ -243,11 +317,18 @@ class Worker:
                         register_class(conn, registered.policy)
                         register(conn, registered.policy.name, registered.reconciliation)
                     hint = Hint(self.classes)
+                    bell = Doorbell(conn, POLL_SECONDS_MAX) if doorbell else None
+                    if bell is not None and not proved:
+                        prove(conn, dsn)
+                        proved = True
                     while not stopping.is_set():
                         self._turn(run, conn, hint, polls)
                         answered = time.monotonic()
-                        run.wait(polls.pause, stopping, full=polls.full)
+                        if bell is None or not _rested(bell, polls, stopping):
+                            run.wait(polls.pause, stopping, full=polls.full)
             except (psycopg.OperationalError, Unreachable) as error:
+                self.standing.unanswered()
+                self.standing.moved()
                 if time.monotonic() - answered >= patience:
                     raise
                 log.warning("the database does not answer, trying again: %s", type(error).__name__)
@@ -256,8 +337,10 @@ class Worker:
 
     def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls) -> None:
         """One poll, and how long to wait for the next."""
+        self.standing.moved()
         free = run.free()
         polls.full = free == 0
+        polls.idle = False
         if free == 0:
             polls.pause = POLL_SECONDS_MIN
             return
@@ -270,15 +353,19 @@ class Worker:
             jobs = claim(conn, self.owner, self.classes, asked, hint.text)
         except NotArmed as error:
             run.disarmed()
+            self.standing.answered(armed=False)
             if not polls.told:
                 log.error("nothing is claimed: %s", error)
             polls.pause, polls.told = POLL_SECONDS_MAX, True
             return
+        self.standing.answered(armed=True)
         if jobs:
+            self.standing.claimed(jobs)
             run.execute(jobs)
         hint.renew(conn, busy=bool(jobs))
         polls.told = False
         polls.full = len(jobs) == asked
+        polls.idle, polls.found = not polls.full, polls.found or bool(jobs)
         if polls.full and asked < free:
             polls.pause = 0.0
         else:
@@ -290,6 +377,21 @@ def _retrying(given: RetryPolicy | Retrying | AsyncRetrying) -> RetryPolicy:
     from fencepost.jobs.retrying import policy_of
 
     return policy_of(given)
+
+
+def _rested(bell: Doorbell, polls: Polls, stopping: threading.Event) -> bool:
+    """Rests by the bell after a poll that left capacity, else False: then it is for the pause."""
+    try:
+        if not polls.idle:
+            bell.awake()
+            return False
+        if bell.rest(polls.pause, stopping, found=polls.found):
+            polls.pause = POLL_SECONDS_MIN
+        polls.found = False
+    except NotArmed:
+        # The next poll tells it.
+        return False
+    return True
 
 
 @contextmanager

@@ -322,7 +322,9 @@ def _told(found: dict[str, Any], words: str, dry_run: bool, as_json: bool) -> No
 
 def _show_recovered(done: Recovered, dry_run: bool) -> None:
     if done.already:
-        printing.say("this database is armed: there is nothing to recover")
+        printing.say(
+            f"this database is armed: there is nothing to recover; {done.presented} begins of journals were presented"
+        )
     else:
         printing.say(
             f"{'dry run, nothing was changed: ' if dry_run else ''}recovered under epoch {done.epoch}, era {done.era}, frozen:"

@@ -63,7 +63,7 @@ def armed(conn: Connection[Any], state: Path | Witness) -> Finding:
         return fail(
             "armed",
             f"DISARMED, nothing is published, claimed or dispatched: {difference(record, tip)}; find out what was restored"
-            " or lost before anything acts again",
+            " or lost, then: fencepost authority recover",
         )
     return fail(
         "armed",

@@ -28,6 +28,7 @@ from fencepost.operate import (
     relay,
     replay,
     retention,
+    schedules,
     schemas,
     status,
     worker,
@@ -72,6 +73,7 @@ jobs.app.command("protect")(protected.protect_)
 jobs.app.command("unprotect")(protected.unprotect_)
 jobs.app.command("protected")(protected.protected)
 jobs.app.command("orphans")(orphans.orphans)
+jobs.app.add_typer(schedules.app, name="schedules")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")

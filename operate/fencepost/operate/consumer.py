@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Protocol, cast, runtime_checkable
 
 import typer
@@ -14,15 +14,14 @@ from fencepost.consumer.health import serving
 from fencepost.consumer.standing import Standing
 from fencepost.operate import settings, target
 from fencepost.operate.runners import is_handler, runner_of
+from fencepost.operate.serving import health
 from fencepost.operate.settings import ConsumerSettings
 from fencepost.operate.signals import draining
 from fencepost.schemas.errors import ConfigError
-from fencepost.schemas.health import HealthAddress
 
 app = typer.Typer(no_args_is_help=True, help="Handle every event once, whatever the broker delivers.")
 log = logging.getLogger("fencepost.consumer")
 
-OFF = "off"
 Insecure = Annotated[
     bool, typer.Option("--insecure-db", help="Allow a database on another machine without sslmode=verify-full.")
 ]
@@ -81,24 +80,9 @@ def runner(path: str, found: object, dsn: str, chosen: ConsumerSettings) -> Runn
     return found
 
 
-@contextmanager
-def _health(runner: Runner, dsn: str, chosen: ConsumerSettings) -> Generator[None]:
-    """Health of a runner that gives an account of itself; without it where only the default address is taken."""
+def _health(runner: Runner, dsn: str, chosen: ConsumerSettings) -> AbstractContextManager[None]:
+    """Health of a runner that gives an account of itself."""
     standing = getattr(runner, "standing", None)
-    if chosen.health_address == OFF or not isinstance(standing, Standing):
-        yield
-        return
-    try:
-        address = HealthAddress.parse(chosen.health_address, exposed=chosen.health_exposed)
-        served = serving(standing, dsn, address, stalled=chosen.stalled)
-        served.__enter__()
-    except ConfigError as error:
-        if "health_address" in chosen.model_fields_set:
-            raise ConfigError(error.message, field=f"consumer.{error.field}", hint=error.hint) from None
-        log.warning("no health is served: %s", error)
-        yield
-        return
-    try:
-        yield
-    finally:
-        served.__exit__(None, None, None)
+    if not isinstance(standing, Standing):
+        return nullcontext()
+    return health("consumer", chosen, lambda address: serving(standing, dsn, address, stalled=chosen.stalled))

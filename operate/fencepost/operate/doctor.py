@@ -21,6 +21,7 @@ from fencepost.operate import (
     printing,
     protected,
     retention,
+    schedules,
     settings,
     unknown_effects,
 )
@@ -87,6 +88,7 @@ def examine(dsn: str, state: Path | Witness) -> Iterator[Finding]:
         yield _checked(inbox.set_aside, conn, "deadletters")
         yield _checked(protected.whole, conn, "protected")
         yield _checked(unknown_effects.unsettled, conn, "effects")
+        yield _checked(schedules.on_time, conn, "schedules")
 
 
 def _checked(check: Callable[[Connection[Any]], Finding], conn: Connection[Any], name: str = "") -> Finding:

@@ -2,158 +2,208 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from enum import StrEnum
-from typing import Annotated, Any, LiteralString
+from typing import Annotated, Any
 
 import typer
 from psycopg import Connection
-from psycopg.rows import dict_row
 
 from fencepost.jobs.cancel import cancel, requeue
 from fencepost.jobs.progress import progress
-from fencepost.operate import printing, settings
+from fencepost.operate import job_views, printing, settings
+from fencepost.operate.durations import duration
 from fencepost.operate.effects import login_name
-from fencepost.operate.refusals import ExitCode
+from fencepost.operate.job_views import Filter, StateName
+from fencepost.operate.refusals import ExitCode, code_of, line_of
 from fencepost.schemas.connect import connect
-from fencepost.schemas.errors import UnknownJob
+from fencepost.schemas.errors import EffectOpen, StaleFence, UnknownJob
 
-app = typer.Typer(no_args_is_help=True, help="Jobs: list, show, cancel, requeue.")
+app = typer.Typer(no_args_is_help=True, help="Jobs: list, show, retry, cancel; schedules.")
 
 LIMIT_MAX = 10_000
-LIST: LiteralString = """
-SELECT j.tenant, j.operation, j.class, j.exec AS state, j.mode, j.reason, j.attempts, j.open_effects, j.owner,
-       clock_timestamp() - j.changed_at AS age
-FROM fencepost.job AS j
-WHERE (%(states)s::text[] IS NULL OR j.exec = ANY (%(states)s::text[]))
-  AND (%(tenant)s::text IS NULL OR j.tenant = %(tenant)s::text)
-  AND (%(class)s::text IS NULL OR j.class = %(class)s::text)
-ORDER BY j.changed_at, j.tenant, j.operation, j.class LIMIT %(limit)s"""
-SHOW: LiteralString = """
-SELECT j.tenant, j.operation, j.class, j.exec AS state, j.mode, j.reason, j.detail, j.generation, j.attempts, j.finishes,
-       j.epoch, j.accepted_epoch, j.owner, j.attempt, j.done_attempt, j.lease_until, j.run_at, j.priority,
-       j.open_effects, j.applied_effects, j.source_event, j.submitted_at, j.changed_at
-FROM fencepost.job AS j
-WHERE j.tenant = %(tenant)s AND j.operation = %(operation)s AND j.class = %(class)s"""
-EFFECTS: LiteralString = """
-SELECT e.effect_key AS effect, e.kind, e.state, e.reason, e.version, clock_timestamp() - e.changed_at AS age
-FROM fencepost.effect AS e
-WHERE e.tenant = %(tenant)s AND e.operation = %(operation)s AND e.class = %(class)s ORDER BY e.begun_at"""
-
-SIGNALS: LiteralString = """
-SELECT s.name AS signal, s.key, s.actor, s.login, s.at
-FROM fencepost.signal AS s
-WHERE s.tenant = %(tenant)s AND s.operation = %(operation)s AND s.class = %(class)s ORDER BY s.n"""
+OPEN = tuple(state for state in StateName if state is not StateName.DONE)
+LIVING = tuple(state for state in OPEN if state is not StateName.CANCELLED)
+COLUMNS = ("tenant", "operation", "class", "status", "reason", "detail", "attempts", "owner", "age")
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Tenant = Annotated[str, typer.Option("--tenant")]
 Operation = Annotated[str, typer.Option("--operation")]
 JobClass = Annotated[str, typer.Option("--class", help="The kind of job.")]
-Actor = Annotated[str | None, typer.Option(help="Who decides. Default: the login name.")]
-Reason = Annotated[str, typer.Option(help="Why; kept with the decision.")]
-
-
-class StateName(StrEnum):
-    """Where a job's execution stands."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    WAITING = "waiting"
-    DONE = "done"
-    CANCELLED = "cancelled"
-    POISON = "poison"
-    BLOCKED = "blocked"
-    HELD = "held"
+AnyTenant = Annotated[str | None, typer.Option("--tenant")]
+AnyOperation = Annotated[str | None, typer.Option("--operation")]
+AnyClass = Annotated[str | None, typer.Option("--class", help="The kind of job.")]
+Code = Annotated[str | None, typer.Option("--reason", help="The reason code, as list has it.")]
+Older = Annotated[str | None, typer.Option("--older-than", help="In this state for longer than this: 10m, 6h, 2d.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, max=LIMIT_MAX)]
+Actor = Annotated[str | None, typer.Option("--actor", help="Who decides. Default: the login name.")]
+Why = Annotated[str, typer.Option("--reason-text", help="Why this is done; kept with the decision.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and change nothing.")]
+Everything = Annotated[bool, typer.Option("--all", help="All of them; needed where nothing narrows it down.")]
+Act = Callable[[Connection[Any], str, str, str], str]
 
 
 @app.callback()
 def group() -> None:
-    """Jobs: list, show, cancel, requeue."""
+    """Jobs: list, show, retry, cancel; schedules."""
 
 
 @app.command("list")
 def list_(
     state: Annotated[list[StateName] | None, typer.Option("--state", help="Only these. Default: all but done.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Done ones too.")] = False,
-    tenant: Annotated[str | None, typer.Option("--tenant")] = None,
-    job_class: Annotated[str | None, typer.Option("--class")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=LIMIT_MAX)] = 100,
+    tenant: AnyTenant = None,
+    operation: AnyOperation = None,
+    job_class: AnyClass = None,
+    reason: Code = None,
+    older_than: Older = None,
+    limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Jobs that are not done, oldest change first."""
-    chosen = [s.value for s in state] if state else [s.value for s in StateName if s is not StateName.DONE]
-    values = {"states": None if everything else chosen, "tenant": tenant, "class": job_class, "limit": limit}
+    """Jobs that are not done, longest in their state first, with what is open of their effects."""
+    states = tuple(StateName) if everything else tuple(state or OPEN)
+    which = Filter(states, tenant, operation, job_class, reason, duration("older-than", older_than))
     with connect(settings.load().dsn(), autocommit=True) as conn:
-        rows = _rows(conn, LIST, values)
-    if as_json:
-        printing.as_json(rows)
-        return
-    columns = ("tenant", "operation", "class", "state", "mode", "reason", "attempts", "open_effects", "owner", "age")
-    printing.table("jobs", columns, [[r[c] for c in columns] for r in rows], empty="none")
+        rows, cut = job_views.find(conn, which, limit)
+    _show(rows, as_json)
+    if cut:
+        sys.stderr.write(
+            f"fencepost: not all were looked at, {job_views.LOOKED_MAX} are the most; name --tenant or --state\n"
+        )
 
 
 @app.command("show")
 def show(tenant: Tenant, operation: Operation, job_class: JobClass, as_json: AsJson = False) -> None:
-    """One job: its execution and its effects side by side."""
-    which = {"tenant": tenant, "operation": operation, "class": job_class}
+    """One job: its execution, its effects, every attempt, and what else happened to it."""
     with connect(settings.load().dsn(), autocommit=True) as conn:
-        found, effects, signals = _rows(conn, SHOW, which), _rows(conn, EFFECTS, which), _rows(conn, SIGNALS, which)
+        found = job_views.one(conn, tenant, operation, job_class)
+        effects, attempts, history = job_views.history(conn, tenant, operation, job_class)
+        signals = job_views.signals(conn, tenant, operation, job_class)
         told = progress(conn, tenant=tenant, operation=operation, job_class=job_class)
-    if not found:
+    if found is None:
         raise UnknownJob("there is no such job", field="operation", hint="check --tenant, --operation and --class")
+    shown = {"status": job_views.standing(found)} | found
     if as_json:
         told_of = None if told is None else asdict(told)
-        printing.as_json({**found[0], "effects": effects, "signals": signals, "progress": told_of})
+        more = {"effects": effects, "attempted": attempts, "history": history, "signals": signals, "progress": told_of}
+        printing.as_json(shown | more)
         return
-    printing.record("job", found[0])
+    printing.record("job", shown)
     if told is not None:
         printing.record("progress", asdict(told))
-    columns = ("effect", "kind", "state", "reason", "version", "age")
-    printing.table("effects", columns, [[r[c] for c in columns] for r in effects], empty="none")
-    if signals:
-        printing.table("signals", tuple(signals[0]), [list(r.values()) for r in signals], empty="none")
+    for title, rows in (("effects", effects), ("attempts", attempts), ("history", history), ("signals", signals)):
+        printing.table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], empty="none")
+
+
+@app.command("retry")
+def retry(
+    why: Why,
+    tenant: AnyTenant = None,
+    operation: AnyOperation = None,
+    job_class: AnyClass = None,
+    state: Annotated[
+        list[StateName] | None, typer.Option("--state", help="poison or cancelled. Default: poison.")
+    ] = None,
+    reason: Code = None,
+    older_than: Older = None,
+    everything: Everything = False,
+    limit: Limit = LIMIT_MAX,
+    actor: Actor = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Queue poison or cancelled jobs with a fresh budget, each as a decision of its own; refused while an effect is open.
+
+    Exit code 1 when one of them was refused.
+    """
+    who = actor or login_name()
+
+    def act(conn: Connection[Any], tenant: str, operation: str, job_class: str) -> str:
+        requeue(conn, tenant, operation, job_class, actor=who, reason=why)
+        return "queued"
+
+    states = tuple(state or [StateName.POISON])
+    if not set(states) <= {StateName.POISON, StateName.CANCELLED}:
+        raise typer.BadParameter("only poison and cancelled jobs are queued again")
+    which = Filter(states, tenant, operation, job_class, reason, duration("older-than", older_than))
+    _each(which, state is None, everything, limit, act, dry_run, as_json)
 
 
 @app.command("cancel")
 def cancel_(
-    tenant: Tenant,
-    operation: Operation,
-    job_class: JobClass,
-    reason: Reason,
+    why: Why,
+    tenant: AnyTenant = None,
+    operation: AnyOperation = None,
+    job_class: AnyClass = None,
+    state: Annotated[
+        list[StateName] | None, typer.Option("--state", help="Only these. Default: all but done and cancelled.")
+    ] = None,
+    reason: Code = None,
+    older_than: Older = None,
+    everything: Everything = False,
+    limit: Limit = LIMIT_MAX,
     actor: Actor = None,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take the job's authority away; its effects keep their state. Exit code 1 when it was done already."""
+    """Take jobs' authority away; their effects keep their state. Exit code 1 when one was done already."""
+    who = actor or login_name()
+
+    def act(conn: Connection[Any], tenant: str, operation: str, job_class: str) -> str:
+        return cancel(conn, tenant, operation, job_class, actor=who, reason=why)
+
+    which = Filter(tuple(state or LIVING), tenant, operation, job_class, reason, duration("older-than", older_than))
+    _each(which, state is None, everything, limit, act, dry_run, as_json)
+
+
+def _each(which: Filter, one: bool, everything: bool, limit: int, act: Act, dry_run: bool, as_json: bool) -> None:
+    """Acts on every job in a transaction of its own; a dry run takes the same way and rolls back."""
+    if not which.narrow and not everything:
+        raise typer.BadParameter("say which: --operation, --class, --tenant, --reason, --older-than, or --all")
+    # Named outright it is told what becomes of it, whatever state it is in.
+    named = one and bool(which.tenant and which.operation and which.job_class) and not (which.reason or which.older)
+    done: list[dict[str, Any]] = []
+    worst = ExitCode.DONE
     with connect(settings.load().dsn()) as conn:
-        verdict = cancel(conn, tenant, operation, job_class, actor=actor or login_name(), reason=reason)
-    _told(tenant, operation, job_class, verdict, as_json)
-    if verdict == "too_late":
-        raise typer.Exit(int(ExitCode.REFUSED))
-
-
-@app.command("requeue")
-def requeue_(
-    tenant: Tenant,
-    operation: Operation,
-    job_class: JobClass,
-    reason: Reason,
-    actor: Actor = None,
-    as_json: AsJson = False,
-) -> None:
-    """Give a poison or cancelled job a fresh budget; refused while one of its effects is open."""
-    with connect(settings.load().dsn()) as conn:
-        requeue(conn, tenant, operation, job_class, actor=actor or login_name(), reason=reason)
-    _told(tenant, operation, job_class, "queued", as_json)
-
-
-def _told(tenant: str, operation: str, job_class: str, became: str, as_json: bool) -> None:
+        if named:
+            rows: list[dict[str, Any]] = [
+                {"tenant": which.tenant, "operation": which.operation, "class": which.job_class}
+            ]
+        else:
+            rows, _ = job_views.find(conn, which, limit)
+            conn.commit()
+        for row in rows:
+            key = {name: str(row[name]) for name in ("tenant", "operation", "class")}
+            try:
+                with conn.transaction(force_rollback=dry_run):
+                    result = act(conn, *key.values())
+            except (EffectOpen, StaleFence, UnknownJob) as error:
+                if named:
+                    raise
+                result, worst = f"refused: {line_of(error)}", max(worst, code_of(error))
+            if result == "too_late":
+                worst = max(worst, ExitCode.REFUSED)
+            done.append(key | {"result": result})
     if as_json:
-        printing.as_json({"tenant": tenant, "operation": operation, "class": job_class, "result": became})
+        printing.as_json({"dry_run": dry_run, "jobs": done})
+    elif named:
+        unchanged = "dry run, nothing was changed: " if dry_run else ""
+        printing.say(f"{unchanged}{which.job_class} of operation {which.operation}: {done[0]['result']}")
     else:
-        printing.say(f"{job_class} of operation {operation}: {became}")
+        title = "dry run, nothing was changed" if dry_run else "jobs"
+        printing.table(title, list(done[0]) if done else [], [list(row.values()) for row in done], empty="none")
+    if not named and len(rows) == limit:
+        sys.stderr.write(f"fencepost: stopped at {limit} jobs; there may be more\n")
+    if worst is not ExitCode.DONE:
+        raise typer.Exit(int(worst))
 
 
-def _rows(conn: Connection[Any], statement: LiteralString, parameters: Mapping[str, object]) -> list[dict[str, Any]]:
-    with conn.cursor(row_factory=dict_row) as cursor:
-        return cursor.execute(statement, parameters).fetchall()
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    shown = [{"status": job_views.standing(row)} | row for row in rows]
+    if as_json:
+        printing.as_json(shown)
+        return
+    for row in shown:
+        row["attempts"] = f"{row['attempts']}/{row['max_attempts'] or '-'}"
+    printing.table("jobs", COLUMNS, [[row[c] for c in COLUMNS] for row in shown], empty="none")

@@ -13,7 +13,7 @@
     address = "kafka.example:9093"
     topics = ["reports"]
 
-    [worker]                                            # FENCEPOST_WORKER_JOURNAL
+    [worker]                                            # FENCEPOST_WORKER_JOURNAL, FENCEPOST_WORKER_DOORBELL
     journal = "journal"                                 # a folder of this worker's own
 
     [[destinations]]                                    # FENCEPOST_DESTINATIONS, the same as JSON
@@ -75,6 +75,7 @@ VERSIONED = re.compile(r"\.v[0-9]+$")
 HEALTH_ADDRESS = "127.0.0.1:8089"
 IN_JSON = ("topics", "routing_keys", "options")
 CONSUMER_HEALTH_ADDRESS = "127.0.0.1:8090"
+WORKER_HEALTH_ADDRESS = "127.0.0.1:8091"
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 S = TypeVar("S", bound=BaseSettings)
 
@@ -204,11 +205,19 @@ class ConsumerSettings(_Sources):
 
 
 class WorkerSettings(_Sources):
-    """Where a worker keeps its journal; None: it keeps none. A folder belongs to one worker."""
+    """Where a worker keeps its journal; None: it keeps none. A folder belongs to one worker.
+
+    `doorbell` lets an idle worker be rung as soon as work is due. `stalled`: the time without a step after which `/livez`
+    says no.
+    """
 
     model_config = SettingsConfigDict(env_prefix=WORKER_PREFIX)
 
     journal: Path | None = None
+    doorbell: bool = False
+    stalled: Seconds = 60.0
+    health_address: str = WORKER_HEALTH_ADDRESS
+    health_exposed: bool = False
 
 
 class _General(_Sources):

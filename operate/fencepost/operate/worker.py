@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from fencepost.jobs.health import serving
 from fencepost.jobs.worker import Worker
 from fencepost.operate import settings, target
+from fencepost.operate.serving import health
 from fencepost.operate.signals import draining
 from fencepost.schemas.errors import ConfigError
 
@@ -28,6 +30,9 @@ def run(
     concurrency: Annotated[int, typer.Option(help="Jobs at the same time.")] = 4,
     drain: Annotated[float, typer.Option(help="Seconds that running handlers get after a stop.")] = 10.0,
     patience: Annotated[float, typer.Option(help="Seconds without the database before giving up.")] = 60.0,
+    doorbell: Annotated[
+        bool, typer.Option("--doorbell", help="Be rung when work is due instead of polling for it.")
+    ] = False,
 ) -> None:
     """Work until stopped; the first SIGTERM or SIGINT drains, the second leaves at once.
 
@@ -39,7 +44,9 @@ def run(
     if not isinstance(worker, Worker):
         raise ConfigError(f"{path} is not a worker", field="target", hint="name a fencepost.jobs.worker.Worker")
     stop = threading.Event()
-    with draining(stop.set):
+    standing = worker.standing
+    told = health("worker", chosen.worker, lambda address: serving(standing, address, stalled=chosen.worker.stalled))
+    with draining(stop.set), told:
         log.info("worker %s runs %s", worker.owner, ", ".join(worker.classes))
         worker.run(
             dsn,
@@ -49,4 +56,5 @@ def run(
             state=chosen.outside(),
             patience=patience,
             journal=chosen.worker.journal,
+            doorbell=doorbell or chosen.worker.doorbell,
         )

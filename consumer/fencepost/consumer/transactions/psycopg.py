@@ -40,7 +40,7 @@ class PsycopgTransactions(Transactions):
         with nullcontext(source) if isinstance(source, Connection) else source.connection() as conn:
             _require_idle(conn)
             alive, savepoint = partial(require_alive, conn), _Savepoints(conn).block
-            if held and _takes_many(conn):
+            if held:
                 with _Held(conn) as transaction:
                     yield Begun(conn, conn, alive, savepoint, transaction.opening)
             else:
@@ -70,7 +70,7 @@ class AsyncPsycopgTransactions(AsyncTransactions):
         async with nullcontext(source) if isinstance(source, AsyncConnection) else source.connection() as conn:
             _require_idle(conn)
             alive, savepoint = partial(require_alive, conn), _AsyncSavepoints(conn).block
-            if held and _takes_many(conn):
+            if held:
                 async with _AsyncHeld(conn) as transaction:
                     yield Begun(conn, conn, alive, savepoint, transaction.opening)
             else:
@@ -144,15 +144,16 @@ class _AsyncSavepoints:
             raise
 
 
-def _takes_many(conn: Connection[Any] | AsyncConnection[Any]) -> bool:
-    """Whether one query may hold several statements, and psycopg begins nothing by itself before it."""
-    return conn.autocommit and conn.pgconn.pipeline_status == PipelineStatus.OFF
-
-
 def _require_idle(conn: Connection[Any] | AsyncConnection[Any]) -> None:
     if conn.pgconn.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
         raise WrongTransaction(
             "the connection is inside a transaction, and handle commits its own",
             field="subtransaction",
             hint="give an idle connection, or own the transaction and use reserve_in",
+        )
+    if conn.pgconn.pipeline_status != PipelineStatus.OFF:
+        raise WrongTransaction(
+            "the connection is in pipeline mode, and handle needs each answer",
+            field="pipeline",
+            hint="call handle outside pipeline()",
         )

@@ -4,6 +4,7 @@
     reservations  reservations and deliveries of the inbox: its retention
     dead letters  dead letters of the inbox
     jobs          queued, due and changed times of jobs, their waits, the deadlines and look-ups of their effects, marks of orphaned objects
+    schedules     positions of schedules: what would have been due in that time is due now
     leases        leases of running jobs, of relays and of maintenance: whoever holds them has died
 
 Identities, digests, generations and history (attempts, publications, decisions) are never touched. Messages that are at
@@ -23,13 +24,14 @@ from fencepost.schemas.errors import InvalidInput
 
 __all__ = ["Aged", "age"]
 
-Aged = Literal["events", "reservations", "jobs", "leases", "dead letters"]
+Aged = Literal["events", "reservations", "jobs", "schedules", "leases", "dead letters"]
 
 LEASE = "lease_until"
 TABLES: dict[Aged, tuple[str, ...]] = {
     "events": ("outbox", "event_key", "tick", "ack", "parked", "overtaken", "outbox_child", "recycled"),
     "reservations": ("reservation", "delivery"),
-    "jobs": ("job", "wait", "effect", "lookup", "object"),
+    "jobs": ("job", "wait", "job_hold", "effect", "lookup", "object"),
+    "schedules": ("schedule",),
     "leases": ("job", "relay", "duty"),
     "dead letters": ("dead_letter",),
 }

@@ -651,7 +651,7 @@ ALTER TABLE fencepost.decision ADD COLUMN version integer, ADD COLUMN receipt te
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
     'reconcile', 'assign', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination',
-    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention'));
+    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention', 'remove_schedule'));
 CREATE INDEX decision_effect ON fencepost.decision (tenant, operation, subject) WHERE kind IN ('reconcile', 'assign');
 
 -- Receipt look-ups of unknown effects: who asks now, or when it is asked again, and what the last answer was.
@@ -672,7 +672,7 @@ CREATE TABLE fencepost.lookup (
 ) WITH (fillfactor = 70);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0011_reconciliation.sql', 'c0c10907f1aac4f0b407683f157483d3981fea7bc7a31c71c3a071d66e80ee84');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0011_reconciliation.sql', 'be8b9a2e28d6c1d6440685567526dc4bcfd25d7451457fc32f28a49aa6f06fe5');
 
 -- 0012_protected.sql
 -- Users' tables whose rows are written behind a fence only. The table is found by its trigger, so it may be renamed.
@@ -774,6 +774,66 @@ CREATE TABLE fencepost.result (
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0013_waiting.sql', '9d1c8ef9f464977e2ce285e69d1d541e6e2016bc9dad04bad4b9babedc6a579a');
 
+-- 0015_schedules_and_holds.sql
+-- Periodic jobs: which timetable submits which class for which tenant, and up to where that is done.
+
+-- Invariant: every instant up to `position` was submitted or is missed for good. `next_at` is the first one after it, null
+-- where a worker of this version has to find it first. `era` is the one in which the position was made: after a restore
+-- nobody knows what was submitted meanwhile.
+CREATE TABLE fencepost.schedule (
+    schedule      text PRIMARY KEY,
+    class         text NOT NULL,
+    tenant        text NOT NULL,
+    timetable     text NOT NULL,
+    missed        text NOT NULL CHECK (missed IN ('skip', 'last', 'all')),
+    version       integer NOT NULL DEFAULT 1 CHECK (version >= 1),
+    era           integer NOT NULL,
+    position      timestamptz NOT NULL,
+    next_at       timestamptz,
+    last_at       timestamptz,
+    submitted     bigint NOT NULL DEFAULT 0 CHECK (submitted >= 0),
+    missed_count  bigint NOT NULL DEFAULT 0 CHECK (missed_count >= 0),
+    seen_at       timestamptz NOT NULL,
+    seen_by       text NOT NULL,
+    registered_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CHECK (next_at > position)
+) WITH (fillfactor = 50);
+
+-- Jobs that stand still until somebody or something else moves them: in any state but queued, running and done. They are few
+-- among many that are done, and what changes in a job is in no index.
+CREATE TABLE fencepost.job_hold (
+    tenant    text NOT NULL,
+    operation text NOT NULL,
+    class     text NOT NULL,
+    state     text NOT NULL,
+    since     timestamptz NOT NULL,
+    PRIMARY KEY (tenant, operation, class)
+);
+CREATE INDEX job_hold_state ON fencepost.job_hold (state, since);
+INSERT INTO fencepost.job_hold (tenant, operation, class, state, since)
+SELECT j.tenant, j.operation, j.class, j.exec, j.changed_at FROM fencepost.job AS j WHERE j.exec NOT IN ('queued', 'running', 'done');
+
+-- What became of jobs, but for claims and completions, which `attempt` and the job itself tell.
+CREATE TABLE fencepost.job_event (
+    id         bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    tenant     text NOT NULL,
+    operation  text NOT NULL,
+    class      text NOT NULL,
+    generation bigint NOT NULL,
+    attempt    uuid,
+    was        text NOT NULL,
+    became     text NOT NULL,
+    reason     text,
+    detail     text NOT NULL,
+    login      text NOT NULL DEFAULT session_user,
+    at         timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX job_event_job ON fencepost.job_event (tenant, operation, class);
+CREATE INDEX decision_job ON fencepost.decision (tenant, operation, subject) WHERE kind IN ('cancel', 'requeue');
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0015_schedules_and_holds.sql', '2a2657ef8ad3f085edc98a6825c957227a3aabaae56d566db4927df0da514d9a');
+
 -- 0017_authority.sql
 -- Changes of authority: rotation, freeze, restriction, release, seal and recovery, in one hash-chained history.
 
@@ -830,6 +890,14 @@ ALTER TABLE fencepost.authority_log ADD CONSTRAINT authority_log_kind_check CHEC
 
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0017_authority.sql', 'b63f8a981e5dee4d6d3607960f42566afa7ef4b34f5aa61e0fd2450b67633fc8');
+
+-- 0018_job_doorbell.sql
+-- The doorbell of jobs: until when (microseconds since 1970) some worker sleeps and wants to be rung; nothing or the past: nobody.
+-- Invariant: a sequence, since its value is seen at once and by every snapshot, also one taken before the worker fell asleep.
+CREATE SEQUENCE fencepost.job_doorbell MINVALUE 0 START WITH 0;
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0018_job_doorbell.sql', 'ad12cd380fee5e159fdd56b4fc49877d41f196712f7a7c765ddd30aa279abce8');
 
 SET check_function_bodies = off;
 
@@ -1363,7 +1431,9 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.release_held(
     p_tenant text, p_class text, p_operation text, p_limit integer, p_after text[], p_version bigint, p_actor text, p_reason text,
     p_evidence text, OUT released bigint, OUT open bigint, OUT after text[])
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s'
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_keys record;
 BEGIN
@@ -1606,7 +1676,8 @@ END $$;
 -- Takes running jobs of a tenant, a class or everybody away from their attempts: held, or blocked by what they left pending.
 -- Found by the pointers to their leases. Nobody else has them: the gate is held.
 CREATE OR REPLACE FUNCTION fencepost._hold_running(p_tenant text, p_class text, p_reason text, OUT held bigint, OUT blocked bigint)
-LANGUAGE plpgsql SET enable_seqscan = off AS $$
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off
+SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_key record;
     v_exec text;
@@ -2921,6 +2992,12 @@ BEGIN
     END IF;
     SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
 
+    -- Nearly every batch is new as a whole; the horizon of a type that is kept for ever is no younger.
+    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon) THEN
+        RETURN QUERY SELECT u.n, 'reserved'::text, (v_arrivals ->> u.c)::integer, false
+                     FROM unnest(p_coordinates) WITH ORDINALITY AS u (c, n);
+        RETURN;
+    END IF;
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
             coalesce(u.at < coalesce(f.horizon, v_horizon), false) AS old, r.meaning, r.epoch
@@ -3183,6 +3260,10 @@ BEGIN
     VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
         greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
         NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
+    -- Rings only while a worker sleeps (see doze_jobs), and for what is due; one look at a sequence otherwise.
+    IF NEW.exec = 'queued' AND pg_sequence_last_value('fencepost.job_doorbell') > 0 AND NEW.run_at <= clock_timestamp() THEN
+        PERFORM fencepost._ring_jobs();
+    END IF;
     RETURN NULL;
 END $$;
 -- Locks: none where the triggers exist.
@@ -3285,7 +3366,7 @@ RETURNS void LANGUAGE sql AS $$
     DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
         SELECT a.ctid FROM fencepost.agenda AS a
         LEFT JOIN LATERAL (
-            SELECT i.exec, i.generation, i.priority, i.run_at FROM fencepost.job AS i
+            SELECT i.exec, i.generation, i.priority, i.run_at, i.epoch FROM fencepost.job AS i
             WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
@@ -3320,7 +3401,8 @@ DO $$
 DECLARE
     v_table text;
 BEGIN
-    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result'] LOOP
+    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result',
+                                   'job_event'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
             EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
@@ -3538,6 +3620,9 @@ DECLARE
     v_jobs tid[] := '{}';
     v_classes text[] := '{}';
     v_share integer;
+    -- The attempts of one claim share 106 random bits, and are numbered: asking for random bits a hundred times costs as much
+    -- as the updates.
+    v_attempts text := left(gen_random_uuid()::text, 32);
 BEGIN
     PERFORM fencepost._require_identity('owner', p_owner);
     IF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
@@ -3586,12 +3671,12 @@ BEGIN
         UPDATE fencepost.job AS j SET
             exec = 'running',
             mode = CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 'finish' ELSE 'execute' END,
-            generation = j.generation + 1, attempt = gen_random_uuid(), owner = p_owner,
+            generation = j.generation + 1, attempt = (v_attempts || to_hex(4096 + c.n))::uuid, owner = p_owner,
             lease_until = clock_timestamp() + k.lease,
             attempts = j.attempts + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 0 ELSE 1 END,
             finishes = j.finishes + CASE WHEN k.policy = 'strict' AND j.applied_effects > 0 THEN 1 ELSE 0 END,
             reason = NULL, detail = '', changed_at = clock_timestamp()
-        FROM unnest(v_at, v_jobs, v_classes) AS c (at, job, class)
+        FROM unnest(v_at, v_jobs, v_classes) WITH ORDINALITY AS c (at, job, class, n)
         JOIN fencepost.job_class AS k ON k.class = c.class
         WHERE j.ctid = c.job AND j.exec = 'queued' AND j.open_effects = 0
           AND j.epoch = greatest(v_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = j.tenant))
@@ -3732,6 +3817,53 @@ BEGIN
             WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = u.class OFFSET 0) AS j ON true
         WHERE u.item <> ALL (coalesce(v_done, '{}'))) AS r
     ORDER BY r.item;
+END $$;
+
+
+-- jobs/doorbell.sql
+-- Marks that a worker sleeps for so long; worth nothing after a crash, so its commit waits for no disk. True when every job that becomes due by a commit from now on will ring or is visible
+-- to the next look; false while a writer that may have read the mark before is still open: then look again soon.
+-- Locks: workers change the mark one after the other, and only for the time of this call.
+CREATE OR REPLACE FUNCTION fencepost.doze_jobs(p_for interval) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_until bigint := (extract(epoch FROM clock_timestamp() + p_for) * 1000000)::bigint;
+BEGIN
+    PERFORM fencepost._enter();
+    IF p_for IS NULL OR p_for NOT BETWEEN interval '0' AND interval '10 minutes' THEN
+        PERFORM fencepost._refuse('ZF003', 'the sleep is not between 0 and 10 minutes', 'for', NULL);
+    END IF;
+    PERFORM set_config('synchronous_commit', 'off', true);
+    PERFORM pg_advisory_xact_lock(1179665234, 2);
+    -- Invariant: every doze changes the mark, so that a ring for an older one cannot take it away.
+    PERFORM setval('fencepost.job_doorbell', greatest(coalesce(pg_sequence_last_value('fencepost.job_doorbell'), 0) + 1, v_until));
+    -- Who makes a job due locks this table before it reads the mark, and until its end.
+    RETURN NOT EXISTS (
+        SELECT FROM pg_locks AS l
+        WHERE l.locktype = 'relation' AND l.relation = 'fencepost.agenda'::regclass AND l.mode = 'RowExclusiveLock'
+          AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()) AND l.granted);
+END $$;
+
+-- Everybody who slept under this mark was rung: nobody rings again, unless somebody fell asleep since.
+CREATE OR REPLACE FUNCTION fencepost.rung_jobs(p_mark bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'off', true);
+    PERFORM pg_advisory_xact_lock(1179665234, 2);
+    IF pg_sequence_last_value('fencepost.job_doorbell') = p_mark THEN
+        PERFORM setval('fencepost.job_doorbell', 0);
+    END IF;
+END $$;
+
+-- Rings, if a worker sleeps, once for a transaction; whoever lets work become due that no job row tells of calls it.
+CREATE OR REPLACE FUNCTION fencepost._ring_jobs() RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_mark bigint := pg_sequence_last_value('fencepost.job_doorbell');
+BEGIN
+    IF v_mark > (extract(epoch FROM clock_timestamp()) * 1000000)::bigint THEN
+        PERFORM pg_notify('fencepost_jobs', v_mark::text);
+    END IF;
 END $$;
 
 
@@ -3924,6 +4056,38 @@ BEGIN
         FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only();
     END IF;
 END $$;
+
+
+-- jobs/note_job.sql
+-- Whatever takes a job out of the way of claim and completion, or back into it, is in its history, and whether it stands
+-- still is kept beside it; whoever did it.
+CREATE OR REPLACE FUNCTION fencepost._note_job()
+RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF OLD.exec NOT IN ('queued', 'running', 'done') THEN
+        DELETE FROM fencepost.job_hold AS h WHERE h.tenant = NEW.tenant AND h.operation = NEW.operation AND h.class = NEW.class;
+    END IF;
+    IF NEW.exec NOT IN ('queued', 'running', 'done') THEN
+        INSERT INTO fencepost.job_hold (tenant, operation, class, state, since)
+        VALUES (NEW.tenant, NEW.operation, NEW.class, NEW.exec, NEW.changed_at);
+    END IF;
+    INSERT INTO fencepost.job_event (tenant, operation, class, generation, attempt, was, became, reason, detail)
+    VALUES (NEW.tenant, NEW.operation, NEW.class, NEW.generation, OLD.attempt, OLD.exec, NEW.exec, NEW.reason, NEW.detail);
+    RETURN NULL;
+END $$;
+-- Locks: none where the trigger exists.
+DO $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'fencepost.job'::regclass AND tgname = 'note_job') THEN
+        CREATE TRIGGER note_job AFTER UPDATE ON fencepost.job FOR EACH ROW
+        WHEN (OLD.exec <> NEW.exec AND NEW.exec <> 'running' AND NOT (OLD.exec = 'running' AND NEW.exec = 'done'))
+        EXECUTE FUNCTION fencepost._note_job();
+    END IF;
+END $$;
+
+-- Which attempts staged a result, when and how large; never what.
+CREATE OR REPLACE VIEW fencepost.candidate AS
+    SELECT s.tenant, s.operation, s.class, s.attempt, s.staged_at, octet_length(s.result) AS bytes FROM fencepost.staged AS s;
 
 
 -- jobs/progress.sql
@@ -4339,6 +4503,124 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 $$;
 
 
+-- jobs/schedules.sql
+-- Registers a schedule of this worker's code and says under which version, or null: another definition is current and
+-- its workers live, or an operator removed it. A starting worker's definition always becomes current; one that runs takes
+-- over once nobody of the current version was seen for two minutes.
+-- A changed definition goes on where the old one was: from the first instant that is overdue, else from now.
+-- Locks: the schedule's row.
+CREATE OR REPLACE FUNCTION fencepost.register_schedule(
+    p_schedule text, p_class text, p_tenant text, p_timetable text, p_missed text, p_worker text, p_starting boolean)
+RETURNS integer LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_was fencepost.schedule;
+    v_now timestamptz;
+BEGIN
+    PERFORM fencepost._require_identity('schedule', p_schedule);
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('timetable', p_timetable);
+    PERFORM fencepost._require_identity('owner', p_worker);
+    IF p_missed IS NULL OR p_missed NOT IN ('skip', 'last', 'all') THEN
+        PERFORM fencepost._refuse('ZF003', 'missed is not skip, last or all', 'missed', NULL);
+    END IF;
+    IF p_starting THEN
+        v_now := clock_timestamp();
+        INSERT INTO fencepost.schedule (schedule, class, tenant, timetable, missed, era, position, seen_at, seen_by)
+        SELECT p_schedule, p_class, p_tenant, p_timetable, p_missed, i.era, v_now, v_now, p_worker FROM fencepost.installation AS i
+        ON CONFLICT (schedule) DO NOTHING;
+    END IF;
+    SELECT s.* INTO v_was FROM fencepost.schedule AS s WHERE s.schedule = p_schedule FOR NO KEY UPDATE;
+    v_now := clock_timestamp();
+    IF NOT FOUND THEN
+        RETURN NULL;
+    ELSIF (v_was.class, v_was.tenant, v_was.timetable, v_was.missed) = (p_class, p_tenant, p_timetable, p_missed) THEN
+        UPDATE fencepost.schedule AS s SET seen_at = v_now, seen_by = p_worker WHERE s.schedule = p_schedule;
+        RETURN v_was.version;
+    ELSIF NOT p_starting AND v_was.seen_at > v_now - interval '2 minutes' THEN
+        RETURN NULL;
+    END IF;
+    UPDATE fencepost.schedule AS s SET class = p_class, tenant = p_tenant, timetable = p_timetable, missed = p_missed,
+        version = s.version + 1, position = least(v_now, coalesce(s.next_at - interval '1 microsecond', s.position)), next_at = NULL,
+        seen_at = v_now, seen_by = p_worker, registered_at = v_now
+    WHERE s.schedule = p_schedule;
+    RETURN v_was.version + 1;
+END $$;
+
+-- Takes one schedule that is due, among those of these versions, and says up to where it was submitted and what time it is.
+-- Whoever took it has it until the end of the transaction, in which it submits and advances; others pass it by.
+-- In a new era it starts anew: what was submitted before the restore is not known, and doing it twice is worse than late.
+-- Locks: gate, then one schedule's row, skipping what others hold.
+CREATE OR REPLACE FUNCTION fencepost.take_schedule(p_schedules text[], p_versions integer[], p_worker text)
+RETURNS TABLE (schedule text, "position" timestamptz, now timestamptz, restored boolean)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_due fencepost.schedule;
+    v_era integer;
+    v_now timestamptz;
+BEGIN
+    PERFORM fencepost._require_identity('owner', p_worker);
+    PERFORM fencepost._enter();
+    SELECT s.* INTO v_due FROM fencepost.schedule AS s
+    JOIN unnest(p_schedules, p_versions) AS u (schedule, version) ON s.schedule = u.schedule AND s.version = u.version
+    WHERE s.next_at IS NULL OR s.next_at <= (SELECT clock_timestamp())
+    ORDER BY s.next_at NULLS FIRST, s.schedule LIMIT 1 FOR NO KEY UPDATE OF s SKIP LOCKED;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    SELECT i.era INTO STRICT v_era FROM fencepost.installation AS i;
+    v_now := clock_timestamp();
+    UPDATE fencepost.schedule AS s SET seen_at = v_now, seen_by = p_worker, era = v_era,
+        position = CASE s.era WHEN v_era THEN s.position ELSE v_now END, next_at = CASE s.era WHEN v_era THEN s.next_at END
+    WHERE s.schedule = v_due.schedule;
+    RETURN QUERY SELECT v_due.schedule, CASE v_due.era WHEN v_era THEN v_due.position ELSE v_now END, v_now, v_due.era <> v_era;
+END $$;
+
+-- Moves a schedule on, in the transaction that took it and submitted what was due. The position never goes back.
+CREATE OR REPLACE FUNCTION fencepost.advance_schedule(
+    p_schedule text, p_position timestamptz, p_next_at timestamptz, p_last_at timestamptz, p_submitted integer, p_missed integer)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    UPDATE fencepost.schedule AS s SET position = p_position, next_at = p_next_at, last_at = coalesce(p_last_at, s.last_at),
+        submitted = s.submitted + p_submitted, missed_count = s.missed_count + p_missed
+    WHERE s.schedule = p_schedule AND s.position <= p_position;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such schedule, or it is further on', 'position', 'take it first');
+    END IF;
+END $$;
+
+-- Says that workers of these versions are there, at most three times a minute for each schedule.
+CREATE OR REPLACE FUNCTION fencepost.see_schedules(p_schedules text[], p_versions integer[], p_worker text)
+RETURNS void LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    UPDATE fencepost.schedule AS s SET seen_at = clock_timestamp(), seen_by = p_worker
+    WHERE s.schedule = ANY (ARRAY(
+        SELECT o.schedule FROM fencepost.schedule AS o
+        JOIN unnest(p_schedules, p_versions) AS u (schedule, version) ON o.schedule = u.schedule AND o.version = u.version
+        WHERE o.seen_at < clock_timestamp() - interval '20 seconds' ORDER BY o.schedule FOR NO KEY UPDATE OF o SKIP LOCKED))
+$$;
+
+-- Forgets a schedule that no worker's code has any more; its jobs stay. Refused while a worker of it is seen.
+CREATE OR REPLACE FUNCTION fencepost.remove_schedule(p_schedule text, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_was fencepost.schedule;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM set_config('synchronous_commit', 'on', true);
+    SELECT s.* INTO v_was FROM fencepost.schedule AS s WHERE s.schedule = p_schedule FOR UPDATE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such schedule', 'schedule', 'see: fencepost jobs schedules list');
+    ELSIF v_was.seen_at > clock_timestamp() - interval '1 minute' THEN
+        PERFORM fencepost._refuse('ZF003', 'a worker with this schedule was seen within the last minute', 'seen_at',
+            'take it out of the code and stop those workers first');
+    END IF;
+    DELETE FROM fencepost.schedule AS s WHERE s.schedule = p_schedule;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, tenant, subject, verdict)
+    VALUES (gen_random_uuid(), 'remove_schedule', p_actor, p_reason, v_was.tenant, p_schedule, 'removed');
+END $$;
+
+
 -- jobs/signal.sql
 -- Tells a job something, in the caller's transaction: inserts only, without gate and without a lock of the job, so it can run
 -- inside any transaction. Returns `recorded`; `known` when this key has told the same before, of which only the key is looked
@@ -4380,6 +4662,7 @@ BEGIN
             -- Invariant: whatever the job is at this moment, a claim looks at it after this commit; see _wait_pointers.
             INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
             VALUES (p_class, 2147483646, clock_timestamp(), p_tenant, p_operation, 0, 0);
+            PERFORM fencepost._ring_jobs();
             RETURN 'recorded';
         END IF;
     END IF;
@@ -4454,6 +4737,9 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'args are null or larger than 1 MiB', 'args', 'store them elsewhere and pass a reference');
     ELSIF p_run_at IS NOT NULL AND p_run_at NOT BETWEEN '2000-01-01 00:00+00' AND clock_timestamp() + interval '10 years' THEN
         PERFORM fencepost._refuse('ZF003', 'run_at is not within the next ten years', 'run_at', 'give an instant with a time zone');
+    ELSIF p_priority NOT BETWEEN -1000000 AND 1000000 THEN
+        -- What lies beyond is the agenda's own.
+        PERFORM fencepost._refuse('ZF003', 'priority is not within a million', 'priority', NULL);
     END IF;
     v_epoch := fencepost._epoch(p_tenant);
     v_suspect := fencepost._suspect(p_tenant, p_operation, p_class, p_source_event);
@@ -4522,6 +4808,7 @@ DECLARE
     v_new boolean[];
     v_other record;
     v_item bigint;
+    v_recovered constant boolean := (SELECT i.recovered_at IS NOT NULL FROM fencepost.installation AS i);
 BEGIN
     IF v_count IS NULL OR v_count NOT BETWEEN 1 AND 1000 THEN
         PERFORM fencepost._refuse('ZF003', 'not between 1 and 1000 jobs', 'jobs', 'submit them in several batches');
@@ -4546,16 +4833,24 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', format('run_at of job %s is not within the next ten years', v_item), 'run_at',
             'give an instant with a time zone');
     END IF;
+    SELECT min(u.item) INTO v_item FROM unnest(p_priorities) WITH ORDINALITY AS u (priority, item)
+    WHERE u.priority NOT BETWEEN -1000000 AND 1000000;
+    IF v_item IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF003', format('priority of job %s is not within a million', v_item), 'priority', NULL);
+    END IF;
     WITH epoch AS MATERIALIZED (
         SELECT t.tenant, fencepost._epoch(t.tenant) AS epoch FROM (SELECT DISTINCT u.tenant FROM unnest(p_tenants) AS u (tenant)) AS t
     ), new AS (
-        INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, source_event, priority, run_at)
+        INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, source_event, priority, run_at,
+            suspect, quiescent_at)
         SELECT u.tenant, u.operation, p_class, u.args, fencepost.meaning(u.tenant, u.operation, 'job:' || p_class, 1, u.binding),
                fencepost.digest(u.tenant, u.operation, 'job:' || p_class, 1, e.epoch, u.binding), e.epoch, e.epoch, u.source_event,
-               coalesce(u.priority, 0), coalesce(u.run_at, v_now)
+               coalesce(u.priority, 0), coalesce(u.run_at, v_now), q.quiescent_at IS NOT NULL, q.quiescent_at
         FROM unnest(p_tenants, p_operations, p_args, p_bindings, p_source_events, p_run_at, p_priorities) WITH ORDINALITY
              AS u (tenant, operation, args, binding, source_event, run_at, priority, item)
         JOIN epoch AS e ON e.tenant = u.tenant
+        CROSS JOIN LATERAL (
+            SELECT CASE WHEN v_recovered THEN fencepost._suspect(u.tenant, u.operation, p_class, u.source_event) END AS quiescent_at) AS q
         ORDER BY u.tenant, u.operation, u.item
         ON CONFLICT (tenant, operation, class) DO NOTHING
         RETURNING job.tenant, job.operation
@@ -4669,16 +4964,17 @@ BEGIN
 END $$;
 
 -- Queues waiting jobs whose signal has arrived or whose time has come, each at most once; called by every claim.
+-- Invariant: what is pointed to is reached by key in a sub-select of its own, or by the place of a row that is locked; there
+-- is no other plan.
 -- Locks: agenda rows and job rows that nobody else holds; a job that somebody holds keeps its pointer for the next look.
 CREATE OR REPLACE FUNCTION fencepost._wake(p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
-RETURNS integer LANGUAGE plpgsql AS $$
+RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_class text;
     v_mark timestamptz;
     v_over record;
     v_held record;
-    v_count integer := 0;
 BEGIN
     FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
         v_mark := coalesce((p_marks -> 'priorities' -> v_class ->> '2147483646')::timestamptz, '-infinity');
@@ -4686,14 +4982,18 @@ BEGIN
                                   WHERE a.class = v_class AND a.priority = 2147483646 AND a.due <= v_now AND a.due >= v_mark);
         WITH seen AS MATERIALIZED (
             SELECT a.ctid AS at, a.tenant, a.operation, j.generation,
-                   coalesce(j.exec = 'waiting' AND (w.until <= v_now OR EXISTS (
-                       SELECT FROM fencepost.signal AS s
-                       WHERE s.tenant = w.tenant AND s.operation = w.operation AND s.class = w.class AND s.name = w.signal)),
-                       false) AS over
+                   coalesce(j.waiting AND (w.until <= v_now OR s.arrived), false) AS over
             FROM fencepost.agenda AS a
-            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
-            LEFT JOIN fencepost.wait AS w ON w.tenant = j.tenant AND w.operation = j.operation AND w.class = j.class
-                                         AND w.generation = j.generation AND w.answer IS NULL
+            LEFT JOIN LATERAL (
+                SELECT k.generation, k.exec = 'waiting' AS waiting FROM fencepost.job AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class OFFSET 0) AS j ON true
+            LEFT JOIN LATERAL (
+                SELECT k.signal, k.until FROM fencepost.wait AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class
+                  AND k.generation = j.generation AND k.answer IS NULL LIMIT 1) AS w ON true
+            LEFT JOIN LATERAL (
+                SELECT true AS arrived FROM fencepost.signal AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class AND k.name = w.signal LIMIT 1) AS s ON true
             WHERE a.class = v_class AND a.priority = 2147483646 AND a.due <= v_now AND a.due >= v_mark
             ORDER BY a.due LIMIT p_limit FOR UPDATE OF a SKIP LOCKED
         ), used AS (
@@ -4703,25 +5003,18 @@ BEGIN
                array_agg(s.generation) AS generations INTO v_over
         FROM seen AS s WHERE s.over;
         CONTINUE WHEN v_over.at IS NULL;
-        SELECT array_agg(h.tenant) AS tenants, array_agg(h.operation) AS operations INTO v_held FROM (
-            SELECT j.tenant, j.operation
-            FROM (SELECT DISTINCT u.tenant, u.operation, u.generation
-                  FROM unnest(v_over.tenants, v_over.operations, v_over.generations) AS u (tenant, operation, generation)) AS u
-            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
-            WHERE j.exec = 'waiting' AND j.generation = u.generation
-            FOR NO KEY UPDATE OF j SKIP LOCKED) AS h;
-        CONTINUE WHEN v_held.tenants IS NULL;
+        SELECT array_agg(h.at) AS at, array_agg(h.job) AS jobs INTO v_held FROM (
+            SELECT u.at, j.at AS job
+            FROM unnest(v_over.at, v_over.tenants, v_over.operations, v_over.generations) AS u (at, tenant, operation, generation)
+            CROSS JOIN LATERAL (
+                SELECT k.ctid AS at FROM fencepost.job AS k
+                WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = v_class
+                  AND k.exec = 'waiting' AND k.generation = u.generation
+                FOR NO KEY UPDATE SKIP LOCKED) AS j) AS h;
         UPDATE fencepost.job AS j SET exec = 'queued', run_at = clock_timestamp(), reason = 'woken', changed_at = clock_timestamp()
-        FROM unnest(v_held.tenants, v_held.operations) AS h (tenant, operation)
-        WHERE j.tenant = h.tenant AND j.operation = h.operation AND j.class = v_class AND j.exec = 'waiting';
-        DELETE FROM fencepost.agenda AS a
-        USING unnest(v_over.at, v_over.tenants, v_over.operations) AS u (at, tenant, operation)
-        JOIN unnest(v_held.tenants, v_held.operations) AS h (tenant, operation)
-          ON h.tenant = u.tenant AND h.operation = u.operation
-        WHERE a.ctid = u.at;
-        v_count := v_count + cardinality(v_held.tenants);
+        FROM unnest(v_held.jobs) AS h (job) WHERE j.ctid = h.job AND j.exec = 'waiting';
+        DELETE FROM fencepost.agenda AS a WHERE a.ctid = ANY (v_held.at);
     END LOOP;
-    RETURN v_count;
 END $$;
 
 

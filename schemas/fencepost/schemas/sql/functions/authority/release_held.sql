@@ -5,7 +5,9 @@
 CREATE OR REPLACE FUNCTION fencepost.release_held(
     p_tenant text, p_class text, p_operation text, p_limit integer, p_after text[], p_version bigint, p_actor text, p_reason text,
     p_evidence text, OUT released bigint, OUT open bigint, OUT after text[])
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s'
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_keys record;
 BEGIN

@@ -104,7 +104,8 @@ END $$;
 -- Takes running jobs of a tenant, a class or everybody away from their attempts: held, or blocked by what they left pending.
 -- Found by the pointers to their leases. Nobody else has them: the gate is held.
 CREATE OR REPLACE FUNCTION fencepost._hold_running(p_tenant text, p_class text, p_reason text, OUT held bigint, OUT blocked bigint)
-LANGUAGE plpgsql SET enable_seqscan = off AS $$
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off
+SET plan_cache_mode = force_custom_plan AS $$
 DECLARE
     v_key record;
     v_exec text;

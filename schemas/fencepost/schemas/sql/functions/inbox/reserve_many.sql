@@ -102,6 +102,12 @@ BEGIN
     END IF;
     SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
 
+    -- Nearly every batch is new as a whole; the horizon of a type that is kept for ever is no younger.
+    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon) THEN
+        RETURN QUERY SELECT u.n, 'reserved'::text, (v_arrivals ->> u.c)::integer, false
+                     FROM unnest(p_coordinates) WITH ORDINALITY AS u (c, n);
+        RETURN;
+    END IF;
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
             coalesce(u.at < coalesce(f.horizon, v_horizon), false) AS old, r.meaning, r.epoch

@@ -7,6 +7,10 @@ BEGIN
     VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
         greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
         NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
+    -- Rings only while a worker sleeps (see doze_jobs), and for what is due; one look at a sequence otherwise.
+    IF NEW.exec = 'queued' AND pg_sequence_last_value('fencepost.job_doorbell') > 0 AND NEW.run_at <= clock_timestamp() THEN
+        PERFORM fencepost._ring_jobs();
+    END IF;
     RETURN NULL;
 END $$;
 -- Locks: none where the triggers exist.
@@ -109,7 +113,7 @@ RETURNS void LANGUAGE sql AS $$
     DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
         SELECT a.ctid FROM fencepost.agenda AS a
         LEFT JOIN LATERAL (
-            SELECT i.exec, i.generation, i.priority, i.run_at FROM fencepost.job AS i
+            SELECT i.exec, i.generation, i.priority, i.run_at, i.epoch FROM fencepost.job AS i
             WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
         WHERE a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h

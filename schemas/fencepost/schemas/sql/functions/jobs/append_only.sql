@@ -21,7 +21,8 @@ DO $$
 DECLARE
     v_table text;
 BEGIN
-    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result'] LOOP
+    FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result',
+                                   'job_event'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
             EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '

@@ -38,6 +38,7 @@ BEGIN
             -- Invariant: whatever the job is at this moment, a claim looks at it after this commit; see _wait_pointers.
             INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
             VALUES (p_class, 2147483646, clock_timestamp(), p_tenant, p_operation, 0, 0);
+            PERFORM fencepost._ring_jobs();
             RETURN 'recorded';
         END IF;
     END IF;

@@ -12,6 +12,7 @@ DECLARE
     v_new boolean[];
     v_other record;
     v_item bigint;
+    v_recovered constant boolean := (SELECT i.recovered_at IS NOT NULL FROM fencepost.installation AS i);
 BEGIN
     IF v_count IS NULL OR v_count NOT BETWEEN 1 AND 1000 THEN
         PERFORM fencepost._refuse('ZF003', 'not between 1 and 1000 jobs', 'jobs', 'submit them in several batches');
@@ -36,16 +37,24 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', format('run_at of job %s is not within the next ten years', v_item), 'run_at',
             'give an instant with a time zone');
     END IF;
+    SELECT min(u.item) INTO v_item FROM unnest(p_priorities) WITH ORDINALITY AS u (priority, item)
+    WHERE u.priority NOT BETWEEN -1000000 AND 1000000;
+    IF v_item IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF003', format('priority of job %s is not within a million', v_item), 'priority', NULL);
+    END IF;
     WITH epoch AS MATERIALIZED (
         SELECT t.tenant, fencepost._epoch(t.tenant) AS epoch FROM (SELECT DISTINCT u.tenant FROM unnest(p_tenants) AS u (tenant)) AS t
     ), new AS (
-        INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, source_event, priority, run_at)
+        INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, source_event, priority, run_at,
+            suspect, quiescent_at)
         SELECT u.tenant, u.operation, p_class, u.args, fencepost.meaning(u.tenant, u.operation, 'job:' || p_class, 1, u.binding),
                fencepost.digest(u.tenant, u.operation, 'job:' || p_class, 1, e.epoch, u.binding), e.epoch, e.epoch, u.source_event,
-               coalesce(u.priority, 0), coalesce(u.run_at, v_now)
+               coalesce(u.priority, 0), coalesce(u.run_at, v_now), q.quiescent_at IS NOT NULL, q.quiescent_at
         FROM unnest(p_tenants, p_operations, p_args, p_bindings, p_source_events, p_run_at, p_priorities) WITH ORDINALITY
              AS u (tenant, operation, args, binding, source_event, run_at, priority, item)
         JOIN epoch AS e ON e.tenant = u.tenant
+        CROSS JOIN LATERAL (
+            SELECT CASE WHEN v_recovered THEN fencepost._suspect(u.tenant, u.operation, p_class, u.source_event) END AS quiescent_at) AS q
         ORDER BY u.tenant, u.operation, u.item
         ON CONFLICT (tenant, operation, class) DO NOTHING
         RETURNING job.tenant, job.operation

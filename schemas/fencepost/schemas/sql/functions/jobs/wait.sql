@@ -81,16 +81,17 @@ BEGIN
 END $$;
 
 -- Queues waiting jobs whose signal has arrived or whose time has come, each at most once; called by every claim.
+-- Invariant: what is pointed to is reached by key in a sub-select of its own, or by the place of a row that is locked; there
+-- is no other plan.
 -- Locks: agenda rows and job rows that nobody else holds; a job that somebody holds keeps its pointer for the next look.
 CREATE OR REPLACE FUNCTION fencepost._wake(p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
-RETURNS integer LANGUAGE plpgsql AS $$
+RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_class text;
     v_mark timestamptz;
     v_over record;
     v_held record;
-    v_count integer := 0;
 BEGIN
     FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
         v_mark := coalesce((p_marks -> 'priorities' -> v_class ->> '2147483646')::timestamptz, '-infinity');
@@ -98,14 +99,18 @@ BEGIN
                                   WHERE a.class = v_class AND a.priority = 2147483646 AND a.due <= v_now AND a.due >= v_mark);
         WITH seen AS MATERIALIZED (
             SELECT a.ctid AS at, a.tenant, a.operation, j.generation,
-                   coalesce(j.exec = 'waiting' AND (w.until <= v_now OR EXISTS (
-                       SELECT FROM fencepost.signal AS s
-                       WHERE s.tenant = w.tenant AND s.operation = w.operation AND s.class = w.class AND s.name = w.signal)),
-                       false) AS over
+                   coalesce(j.waiting AND (w.until <= v_now OR s.arrived), false) AS over
             FROM fencepost.agenda AS a
-            LEFT JOIN fencepost.job AS j ON j.tenant = a.tenant AND j.operation = a.operation AND j.class = a.class
-            LEFT JOIN fencepost.wait AS w ON w.tenant = j.tenant AND w.operation = j.operation AND w.class = j.class
-                                         AND w.generation = j.generation AND w.answer IS NULL
+            LEFT JOIN LATERAL (
+                SELECT k.generation, k.exec = 'waiting' AS waiting FROM fencepost.job AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class OFFSET 0) AS j ON true
+            LEFT JOIN LATERAL (
+                SELECT k.signal, k.until FROM fencepost.wait AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class
+                  AND k.generation = j.generation AND k.answer IS NULL LIMIT 1) AS w ON true
+            LEFT JOIN LATERAL (
+                SELECT true AS arrived FROM fencepost.signal AS k
+                WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class AND k.name = w.signal LIMIT 1) AS s ON true
             WHERE a.class = v_class AND a.priority = 2147483646 AND a.due <= v_now AND a.due >= v_mark
             ORDER BY a.due LIMIT p_limit FOR UPDATE OF a SKIP LOCKED
         ), used AS (
@@ -115,23 +120,16 @@ BEGIN
                array_agg(s.generation) AS generations INTO v_over
         FROM seen AS s WHERE s.over;
         CONTINUE WHEN v_over.at IS NULL;
-        SELECT array_agg(h.tenant) AS tenants, array_agg(h.operation) AS operations INTO v_held FROM (
-            SELECT j.tenant, j.operation
-            FROM (SELECT DISTINCT u.tenant, u.operation, u.generation
-                  FROM unnest(v_over.tenants, v_over.operations, v_over.generations) AS u (tenant, operation, generation)) AS u
-            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
-            WHERE j.exec = 'waiting' AND j.generation = u.generation
-            FOR NO KEY UPDATE OF j SKIP LOCKED) AS h;
-        CONTINUE WHEN v_held.tenants IS NULL;
+        SELECT array_agg(h.at) AS at, array_agg(h.job) AS jobs INTO v_held FROM (
+            SELECT u.at, j.at AS job
+            FROM unnest(v_over.at, v_over.tenants, v_over.operations, v_over.generations) AS u (at, tenant, operation, generation)
+            CROSS JOIN LATERAL (
+                SELECT k.ctid AS at FROM fencepost.job AS k
+                WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = v_class
+                  AND k.exec = 'waiting' AND k.generation = u.generation
+                FOR NO KEY UPDATE SKIP LOCKED) AS j) AS h;
         UPDATE fencepost.job AS j SET exec = 'queued', run_at = clock_timestamp(), reason = 'woken', changed_at = clock_timestamp()
-        FROM unnest(v_held.tenants, v_held.operations) AS h (tenant, operation)
-        WHERE j.tenant = h.tenant AND j.operation = h.operation AND j.class = v_class AND j.exec = 'waiting';
-        DELETE FROM fencepost.agenda AS a
-        USING unnest(v_over.at, v_over.tenants, v_over.operations) AS u (at, tenant, operation)
-        JOIN unnest(v_held.tenants, v_held.operations) AS h (tenant, operation)
-          ON h.tenant = u.tenant AND h.operation = u.operation
-        WHERE a.ctid = u.at;
-        v_count := v_count + cardinality(v_held.tenants);
+        FROM unnest(v_held.jobs) AS h (job) WHERE j.ctid = h.job AND j.exec = 'waiting';
+        DELETE FROM fencepost.agenda AS a WHERE a.ctid = ANY (v_held.at);
     END LOOP;
-    RETURN v_count;
 END $$;
