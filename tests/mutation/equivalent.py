@@ -1,3 +1,25 @@
 """Mutants that no test can tell from the original, each with what implies the predicate that was removed."""
 
-EQUIVALENT: dict[str, str] = {}
+HELD = "the job's row is locked before, and whoever changes an effect's state, version or receipt locks that row first"
+
+EQUIVALENT: dict[str, str] = {
+    "_publication_guard: no FOR NO KEY UPDATE": (
+        "fence() locks the job's row in the same (sub)transaction that inserts the row which fires this; they end together"
+    ),
+    "begin_effect: IF FOUND -> true": "without an effect every column of v_effect is null, and no branch is taken by null",
+    "begin_effect: e.state IN ('failed_before_dispatch', 'resolved_not_applied') -> true": (
+        "a row that appeared since it was looked at is another class's (this job's row is locked), which the next predicate refuses"
+    ),
+    "begin_effect: coalesce(e.request_digest, p_request_digest) = p_request_digest -> true": (
+        "a row of this class was compared above, and cannot have changed since: " + HELD
+    ),
+    "complete_many: j.exec = 'running' -> true": (
+        "CHECK of job: an attempt is set exactly while it is running, and j.attempt = u.attempt is compared as well"
+    ),
+    "present_begin: v_effect.effect_attempt = p_effect_attempt -> false": (
+        "whatever sets effect_attempt appends it to effect_event in the same transaction, which the other side of OR finds"
+    ),
+    "present_begin: no FOR UPDATE": HELD,
+    "record_effect: no FOR UPDATE": HELD,
+    "reconcile: no FOR UPDATE": HELD,
+}

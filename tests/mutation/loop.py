@@ -23,7 +23,7 @@ from mutation.predicates import Mutant
 
 Verdict = Literal["killed", "survived", "equivalent", "not equivalent", "does not run"]
 MAJOR = "18"
-ITEM_SECONDS = 30.0
+ITEM_SECONDS = 60.0
 # A test that takes longer is tried only for mutants of the files that name it.
 QUICK_SECONDS = 3.0
 # After the tests of its own file this one, which notices most of what changes a state.
