@@ -336,7 +336,7 @@ class Pair:
 
     def admin(self) -> None:
         """What an authority admin does, and what befalls the database."""
-        conn, dsn, outside = self.conn, self.database.dsn, self.database.state
+        conn = self.conn
         kinds = ("freeze", "thaw", "release", "rotate", "lost", "backup", "restore", "recover")
         match self.rng.choices(kinds, (2, 5, 6, 2, 1, 2, 2, 2))[0]:
             case "freeze":
@@ -366,7 +366,11 @@ class Pair:
                     self.step(on.Restore(self.backup))
                     self.compare()
             case _:
-                self.both(on.Recover(), lambda: "armed" if recover(dsn, outside, WHO, numbers=0).already else None)
+                self.recover()
+
+    def recover(self) -> None:
+        dsn, outside = self.database.dsn, self.database.state
+        self.both(on.Recover(), lambda: "armed" if recover(dsn, outside, WHO, numbers=0).already else None)
 
     def thaw(self) -> None:
         """The machine knows one freeze: a tenant's own and everybody's go together."""
@@ -430,6 +434,12 @@ class Pair:
         if self.rng.random() < 0.3:
             self.arm()
         job = self.state.job
+        if self.ruled and self.rng.random() < 0.3:
+            # What an admin would do next.
+            if not self.state.authority.armed:
+                return self.recover()
+            if job is not None and job.exec == "held":
+                return self.both(on.Release(), self.release)
         likely = {"queued": self.poll, "running": self.by_grant, "blocked": self.decide}.get(job.exec if job else "")
         if likely is not None and self.rng.random() < 0.4:
             likely()
