@@ -25,6 +25,8 @@ TABLES = (
     "job_hold",
     "job_event",
     "job",
+    "turn",
+    "paused",
     "job_class",
     "decision",
     "tenant",

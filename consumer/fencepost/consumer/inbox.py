@@ -37,6 +37,7 @@ from fencepost.consumer.transactions import (
     AsyncTransactions,
     Database,
     Transactions,
+    beginning,
     ended,
     opened,
     opened_async,
@@ -185,7 +186,8 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
 
     def _once(self, transactions: Transactions, delivery: Delivery, arrived: Arrived) -> Handled:
         with transactions.begin(held=True) as begun:
-            conn, opening = begun.conn, begun.opening + self._isolating
+            conn = begun.conn
+            opening = beginning(conn) + self._isolating
             try:
                 reservation = reserve(conn, self.consumer, arrived, delivery, self.wait_seconds, opening)
             except psycopg.errors.LockNotAvailable:
@@ -275,7 +277,8 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
 
     async def _once(self, transactions: AsyncTransactions, delivery: Delivery, arrived: Arrived) -> Handled:
         async with transactions.begin(held=True) as begun:
-            conn, opening = begun.conn, begun.opening + self._isolating
+            conn = begun.conn
+            opening = beginning(conn) + self._isolating
             try:
                 reservation = await reserve_async(conn, self.consumer, arrived, delivery, self.wait_seconds, opening)
             except psycopg.errors.LockNotAvailable:

@@ -19,19 +19,35 @@ from pydantic import BaseModel, ValidationError
 
 from fencepost.jobs.fence import Fence
 from fencepost.schemas import content
-from fencepost.schemas.errors import InvalidArgs, Undecodable
+from fencepost.schemas.errors import InvalidArgs, InvalidInput, Undecodable
 from fencepost.schemas.event import Event
-from fencepost.schemas.identity import JobClass, OperationId, Tenant, as_class
+from fencepost.schemas.identity import JobClass, OperationId, Tenant, as_class, as_text
 
-__all__ = ["CLAIM", "MARKS", "REGISTER", "Job", "JobClassPolicy", "Mode", "Policy", "claim", "marks", "register_class"]
+__all__ = [
+    "CLAIM",
+    "DEFAULT_QUEUE",
+    "MARKS",
+    "REGISTER",
+    "Job",
+    "JobClassPolicy",
+    "Mode",
+    "Policy",
+    "claim",
+    "marks",
+    "register_class",
+]
 
 Policy = Literal["strict", "resumable"]
 Mode = Literal["execute", "finish"]
 M = TypeVar("M", bound=BaseModel)
 
+DEFAULT_QUEUE = "default"
+LIMIT_MAX = 1000
+
 REGISTER: LiteralString = """
 SELECT fencepost.register_class(%(class)s, %(policy)s, %(lease)s, %(max_attempts)s, %(max_finishes)s,
-                                %(backoff_base)s, %(backoff_max)s, %(max_effect_timeout)s, %(network_bound)s)"""
+                                %(backoff_base)s, %(backoff_max)s, %(max_effect_timeout)s, %(network_bound)s,
+                                %(queue)s, %(limit)s, %(tenant_limit)s, %(fair)s)"""
 CLAIM: LiteralString = """
 SELECT tenant, operation, class, generation, attempt, owner, epoch, mode, attempts, max_attempts, args, source_event,
        lease_ms
@@ -47,6 +63,10 @@ class JobClassPolicy:
     effects, each remembered by its receipt. Attempts used up make poison; claims in mode finish have ``max_finishes``
     of their own. Retries wait ``backoff_base`` doubled per attempt up to ``backoff_max``. No effect may take longer
     than ``max_effect_timeout``; ``network_bound`` later nothing of a call can still be under way.
+
+    ``queue``: what is paused, and what workers serve, together. ``limit``: how many jobs of the class may run at a time,
+    whoever claims them; ``tenant_limit``: how many of them of one tenant. ``fair``: tenants with due jobs are served in
+    turn; so they are with ``tenant_limit``, which comes with a ``limit`` of 1,000 where none is given. Raises InvalidInput.
     """
 
     name: JobClass
@@ -58,6 +78,18 @@ class JobClassPolicy:
     backoff_max: float = 300.0
     max_effect_timeout: float = 30.0
     network_bound: float = 30.0
+    queue: str = DEFAULT_QUEUE
+    limit: int | None = None
+    tenant_limit: int | None = None
+    fair: bool = False
+
+    def __post_init__(self) -> None:
+        as_text(self.queue, "queue")
+        for name, most in (("limit", self.limit), ("tenant_limit", self.tenant_limit)):
+            if most is not None and (type(most) is not int or not 1 <= most <= LIMIT_MAX):
+                raise InvalidInput(
+                    f"{name} is not a whole number from 1 to {LIMIT_MAX}", field=name, hint="leave it out for no limit"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +167,18 @@ def register_class(conn: Connection[Any], policy: JobClassPolicy) -> None:
             "backoff_max": timedelta(seconds=policy.backoff_max),
             "max_effect_timeout": timedelta(seconds=policy.max_effect_timeout),
             "network_bound": timedelta(seconds=policy.network_bound),
+            "queue": policy.queue,
+            "limit": policy.limit,
+            "tenant_limit": policy.tenant_limit,
+            "fair": policy.fair,
         },
     )
 
 
 def claim(conn: Connection[Any], owner: str, classes: Sequence[str], limit: int, hint: str | None = None) -> list[Job]:
     """Up to ``limit`` due jobs of these classes under new leases, in the caller's transaction: they count once it commits.
+
+    Of a class that is paused, at its limit, or fair or limited and being claimed by somebody else at this moment, none.
 
     ``hint`` is what ``marks`` returned: with it a claim walks over nothing that is used up, whatever snapshots are held.
 

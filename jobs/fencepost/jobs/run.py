@@ -27,6 +27,7 @@ from fencepost.jobs.journal import Journal
 from fencepost.jobs.lanes import Lanes
 from fencepost.jobs.outcomes import Completions, given_back, outcome
 from fencepost.jobs.periodic import Periodic
+from fencepost.jobs.queues import Share
 from fencepost.jobs.renewal import Renewal
 from fencepost.jobs.schedule import Schedule
 from fencepost.jobs.standing import Standing, ending
@@ -85,7 +86,6 @@ class Run:
         self._dsn = dsn
         self._owner = owner
         self._classes = classes
-        self._concurrency = concurrency
         self._state = state
         self._journal = journal
         self._standing = standing or Standing(owner)
@@ -152,15 +152,12 @@ class Run:
         with self._lock:
             return list(self._executions.values())
 
-    def free(self) -> int:
-        """How many more jobs may run."""
+    def free(self, share: Share) -> int:
+        """How many more jobs of these classes may run."""
         with self._lock:
-            return self._concurrency - len(self._executions)
-
-    @property
-    def half(self) -> int:
-        """Half of the jobs that may run at a time, one at least."""
-        return (self._concurrency + 1) // 2
+            if share.alone:
+                return share.most - len(self._executions)
+            return share.most - sum(e.job.job_class in share.classes for e in self._executions.values())
 
     def wait(self, pause: float, stopping: threading.Event, *, full: bool) -> None:
         """Waits for ``pause`` seconds, less when the worker is to stop, or when it was full and a job ends."""

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
-from fencepost.jobs.claim import Job, JobClassPolicy, Policy, claim, marks, register_class
+from fencepost.jobs.claim import DEFAULT_QUEUE, Job, JobClassPolicy, Policy, claim, marks, register_class
 from fencepost.jobs.context import AsyncContext, Context
 from fencepost.jobs.doorbell import Doorbell, prove
 from fencepost.jobs.escalation import BY_OPERATORS, Reconciliation, register
 from fencepost.jobs.execution import Poison, Retry, Waiting
 from fencepost.jobs.journal import Journal
+from fencepost.jobs.queues import CONCURRENCY_MAX, Share, shares
 from fencepost.jobs.run import Run
 from fencepost.jobs.schedule import Arguments, Missed, Schedule, define
 from fencepost.jobs.standing import Standing
@@ -58,7 +59,6 @@ H = TypeVar("H", bound=SyncHandler | AsyncHandler)
 POLL_SECONDS_MIN = 0.02
 POLL_SECONDS_MAX = 0.5
 STOP_SECONDS = 0.05
-CONCURRENCY_MAX = 256
 HINT_SECONDS = 0.1
 HINT_SECONDS_MAX = 60.0
 
@@ -155,6 +155,10 @@ class Worker:
         max_effect_timeout: float = 30.0,
         network_bound: float = 30.0,
         max_finishes: int = 20,
+        queue: str = DEFAULT_QUEUE,
+        limit: int | None = None,
+        tenant_limit: int | None = None,
+        fair: bool = False,
         reconciliation: Reconciliation = BY_OPERATORS,
         retry: RetryPolicy | Retrying | AsyncRetrying | None = None,
     ) -> Callable[[H], H]:
@@ -168,6 +172,7 @@ class Worker:
         ``Retry(after=...)`` and ``Poison(reason)`` say so explicitly. ``reconciliation``: whose its unknown effects are,
         and how their receipts are looked up. ``retry``: in tenacity's words, which exceptions are retried, how long a
         retry waits and when to stop (`retrying`); stricter than the rest, never more. See ``JobClassPolicy`` for the rest.
+        ``limit`` and ``tenant_limit`` hold for all workers together.
         """
         name = as_class(job_class)
         if name in self._classes:
@@ -182,6 +187,10 @@ class Worker:
             backoff_max=backoff.max,
             max_effect_timeout=max_effect_timeout,
             network_bound=network_bound,
+            queue=queue,
+            limit=limit,
+            tenant_limit=tenant_limit,
+            fair=fair,
         )
 
         tried = None if retry is None else _retrying(retry)
@@ -250,7 +259,8 @@ class Worker:
         self,
         dsn: str,
         *,
-        concurrency: int = 4,
+        concurrency: int | None = None,
+        queues: Mapping[str, int] | None = None,
         stop: threading.Event | None = None,
         drain: float = 10.0,
         state: Path | Witness | None = None,
@@ -262,8 +272,9 @@ class Worker:
     ) -> None:
         """Works until ``stop`` is set (default: until SIGTERM or SIGINT), then drains and returns.
 
-        Claims at most ``concurrency`` jobs at a time. On stop nothing more is claimed; running handlers get ``drain``
-        seconds, then their claims are given back uncharged, or blocked where an effect is open. With ``state`` (the
+        Claims at most ``concurrency`` jobs at a time (default: 4). With ``queues`` it serves those only, and runs at most so
+        many jobs of each. On stop nothing more is claimed; running handlers get ``drain`` seconds, then their claims are
+        given back uncharged, or blocked where an effect is open. With ``state`` (the
         folder of the witness) the worker arms the database after a plain restart and beats the witness. ``upkeep`` is the
         connection string under which unknown effects are escalated (role maintenance) and looked up (role reconciler);
         default: ``dsn``, and what that login may not do is left to others.
@@ -271,17 +282,13 @@ class Worker:
         default: one for each core). With ``doorbell`` an idle worker is rung as soon as a job is due, instead of finding it
         at the next poll, which comes at most half a second later; it needs a session of its own.
 
-        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class and
-        for a doorbell behind a pooler in transaction mode,
+        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class, for queues
+        without one and for a doorbell behind a pooler in transaction mode,
         InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
         JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
         """
-        if not self._classes:
-            raise ConfigError(
-                "the worker has no class", field="classes", hint="decorate a handler with @worker.job(...)"
-            )
-        if not 1 <= concurrency <= CONCURRENCY_MAX:
-            raise ConfigError(f"concurrency is not between 1 and {CONCURRENCY_MAX}", field="concurrency")
+        parts = shares({name: its.policy.queue for name, its in self._classes.items()}, concurrency, queues)
+        concurrency = sum(share.most for share in parts)
         if processes is not None and not 1 <= processes <= CONCURRENCY_MAX:
             raise ConfigError(f"processes is not between 1 and {CONCURRENCY_MAX}", field="processes")
         kept = self.journal if journal is None else Journal(journal)
@@ -301,11 +308,20 @@ class Worker:
             )
             run.start()
             try:
-                self._work(run, dsn, stopping, patience, doorbell=doorbell)
+                self._work(run, dsn, stopping, patience, parts, doorbell=doorbell)
             finally:
                 run.finish(drain)
 
-    def _work(self, run: Run, dsn: str, stopping: threading.Event, patience: float, *, doorbell: bool) -> None:
+    def _work(
+        self,
+        run: Run,
+        dsn: str,
+        stopping: threading.Event,
+        patience: float,
+        parts: Sequence[Share],
+        *,
+        doorbell: bool,
+    ) -> None:
         answered = time.monotonic()
         proved = False
         polls = Polls()
@@ -316,13 +332,13 @@ class Worker:
                     for registered in self._classes.values():
                         register_class(conn, registered.policy)
                         register(conn, registered.policy.name, registered.reconciliation)
-                    hint = Hint(self.classes)
+                    hint = Hint([name for share in parts for name in share.classes])
                     bell = Doorbell(conn, POLL_SECONDS_MAX) if doorbell else None
                     if bell is not None and not proved:
                         prove(conn, dsn)
                         proved = True
                     while not stopping.is_set():
-                        self._turn(run, conn, hint, polls)
+                        self._turn(run, conn, hint, polls, parts)
                         answered = time.monotonic()
                         if bell is None or not _rested(bell, polls, stopping):
                             run.wait(polls.pause, stopping, full=polls.full)
@@ -335,22 +351,30 @@ class Worker:
                 polls.pause = min(max(polls.pause, POLL_SECONDS_MIN) * 2, POLL_SECONDS_MAX * 4)
                 stopping.wait(polls.pause)
 
-    def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls) -> None:
+    def _turn(self, run: Run, conn: psycopg.Connection[Any], hint: Hint, polls: Polls, parts: Sequence[Share]) -> None:
         """One poll, and how long to wait for the next."""
         self.standing.moved()
-        free = run.free()
-        polls.full = free == 0
+        rooms = [(share, free) for share in parts if (free := run.free(share)) > 0]
+        polls.full = len(rooms) < len(parts)
         polls.idle = False
-        if free == 0:
+        if not rooms:
             polls.pause = POLL_SECONDS_MIN
             return
-        # Half of the capacity at once: while one half is completed the other runs, and the next is claimed.
-        asked = min(free, run.half)
+        found = more = False
         try:
             if not run.witnessed(conn):
                 polls.pause = POLL_SECONDS_MAX
                 return
-            jobs = claim(conn, self.owner, self.classes, asked, hint.text)
+            for share, free in rooms:
+                # Half of the capacity at once: while one half is completed the other runs, and the next is claimed.
+                asked = min(free, share.half)
+                jobs = claim(conn, self.owner, share.classes, asked, hint.text)
+                if jobs:
+                    self.standing.claimed(jobs)
+                    run.execute(jobs)
+                found = found or bool(jobs)
+                polls.full = polls.full or len(jobs) == asked
+                more = more or len(jobs) == asked < free
         except NotArmed as error:
             run.disarmed()
             self.standing.answered(armed=False)
@@ -359,17 +383,13 @@ class Worker:
             polls.pause, polls.told = POLL_SECONDS_MAX, True
             return
         self.standing.answered(armed=True)
-        if jobs:
-            self.standing.claimed(jobs)
-            run.execute(jobs)
-        hint.renew(conn, busy=bool(jobs))
+        hint.renew(conn, busy=found)
         polls.told = False
-        polls.full = len(jobs) == asked
-        polls.idle, polls.found = not polls.full, polls.found or bool(jobs)
-        if polls.full and asked < free:
+        polls.idle, polls.found = not polls.full, polls.found or found
+        if more:
             polls.pause = 0.0
         else:
-            polls.pause = POLL_SECONDS_MIN if jobs else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
+            polls.pause = POLL_SECONDS_MIN if found else min(max(polls.pause, POLL_SECONDS_MIN) * 1.5, POLL_SECONDS_MAX)
 
 
 def _retrying(given: RetryPolicy | Retrying | AsyncRetrying) -> RetryPolicy:

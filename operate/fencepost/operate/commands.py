@@ -25,6 +25,7 @@ from fencepost.operate import (
     orphans,
     parked,
     protected,
+    queues,
     relay,
     replay,
     retention,
@@ -72,6 +73,9 @@ jobs.app.command("signal")(job_signals.signal_)
 jobs.app.command("protect")(protected.protect_)
 jobs.app.command("unprotect")(protected.unprotect_)
 jobs.app.command("protected")(protected.protected)
+jobs.app.command("pause")(queues.pause_)
+jobs.app.command("resume")(queues.resume_)
+jobs.app.command("queues")(queues.queues)
 jobs.app.command("orphans")(orphans.orphans)
 jobs.app.add_typer(schedules.app, name="schedules")
 app.add_typer(jobs.app, name="jobs")

@@ -20,6 +20,7 @@ from fencepost.operate import (
     inbox,
     printing,
     protected,
+    queues,
     retention,
     schedules,
     settings,
@@ -87,6 +88,7 @@ def examine(dsn: str, state: Path | Witness) -> Iterator[Finding]:
         yield _checked(inbox.remembering, conn, "inbox")
         yield _checked(inbox.set_aside, conn, "deadletters")
         yield _checked(protected.whole, conn, "protected")
+        yield _checked(queues.paused, conn, "queues")
         yield _checked(unknown_effects.unsettled, conn, "effects")
         yield _checked(schedules.on_time, conn, "schedules")
 

@@ -27,7 +27,11 @@ def group() -> None:
 @app.command("run")
 def run(
     path: Annotated[str, typer.Argument(metavar="MODULE:WORKER", help="Where the fencepost.jobs Worker is.")],
-    concurrency: Annotated[int, typer.Option(help="Jobs at the same time.")] = 4,
+    concurrency: Annotated[int | None, typer.Option(help="Jobs at the same time. Default: 4.")] = None,
+    queue: Annotated[
+        list[str] | None,
+        typer.Option("--queue", metavar="NAME=JOBS", help="Serve this queue, so many of its jobs at the same time."),
+    ] = None,
     drain: Annotated[float, typer.Option(help="Seconds that running handlers get after a stop.")] = 10.0,
     patience: Annotated[float, typer.Option(help="Seconds without the database before giving up.")] = 60.0,
     doorbell: Annotated[
@@ -43,6 +47,7 @@ def run(
     worker = target.load(path, "worker")
     if not isinstance(worker, Worker):
         raise ConfigError(f"{path} is not a worker", field="target", hint="name a fencepost.jobs.worker.Worker")
+    served = _queues(queue)
     stop = threading.Event()
     standing = worker.standing
     told = health("worker", chosen.worker, lambda address: serving(standing, address, stalled=chosen.worker.stalled))
@@ -51,6 +56,7 @@ def run(
         worker.run(
             dsn,
             concurrency=concurrency,
+            queues=served,
             stop=stop,
             drain=drain,
             state=chosen.outside(),
@@ -58,3 +64,18 @@ def run(
             journal=chosen.worker.journal,
             doorbell=doorbell or chosen.worker.doorbell,
         )
+
+
+def _queues(given: list[str] | None) -> dict[str, int] | None:
+    """What `--queue NAME=JOBS` says; none: every queue."""
+    if not given:
+        return None
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        if not name or not number.isdecimal() or name in found:
+            raise ConfigError(
+                f"--queue {text} is not NAME=JOBS, once for each queue", field="queues", hint="slow=2, say"
+            )
+        found[name] = int(number)
+    return found

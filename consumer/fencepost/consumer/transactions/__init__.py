@@ -33,6 +33,7 @@ __all__ = [
     "Database",
     "Transactions",
     "async_transactions_of",
+    "beginning",
     "ended",
     "opened",
     "opened_async",
@@ -50,15 +51,13 @@ class Begun(Generic[C]):
     """One open transaction: ``conn`` is psycopg's, ``tx`` is what the handler is lent.
 
     ``alive`` raises CommitWasRollback unless what was begun still stands and can be committed. ``savepoint`` is a block
-    (an async one for asyncio) that is taken back alone when it raises. ``opening`` is what the first statement has to
-    begin with, in the same round trip; until then nothing was sent.
+    (an async one for asyncio) that is taken back alone when it raises.
     """
 
     conn: C
     tx: Any
     alive: Callable[[], None]
     savepoint: Callable[[], Any]
-    opening: bytes = b""
 
 
 class Transactions(ABC):
@@ -71,7 +70,7 @@ class Transactions(ABC):
     def begin(self, *, held: bool = False) -> AbstractContextManager[Begun[Connection[Any]]]:
         """A transaction that is committed at the end of the block, and rolled back when the block raises.
 
-        ``held``: it may be held back until the first statement, which then begins with `Begun.opening`.
+        ``held``: BEGIN may be left to the first statement, which then has to start with what `beginning` says.
         """
 
     @abstractmethod
@@ -171,6 +170,24 @@ async def opened_async(
     finally:
         if isinstance(database, str):
             await made.close()
+
+
+def beginning(conn: Connection[Any] | AsyncConnection[Any]) -> bytes:
+    """What has to go before a query that does not go through psycopg's cursor, which begins at the first statement.
+
+    Invariant: no such query runs outside a transaction, where it would commit by itself. A transaction that is held
+    back has sent nothing yet, nor have SQLAlchemy's and Django's; the words are psycopg's for this connection.
+    """
+    if conn.pgconn.transaction_status != TransactionStatus.IDLE:
+        return b""
+    words = ["BEGIN"]
+    if conn.isolation_level is not None:
+        words.append(f"ISOLATION LEVEL {conn.isolation_level.name.replace('_', ' ')}")
+    if conn.read_only is not None:
+        words.append("READ ONLY" if conn.read_only else "READ WRITE")
+    if conn.deferrable is not None:
+        words.append("DEFERRABLE" if conn.deferrable else "NOT DEFERRABLE")
+    return " ".join(words).encode() + b"; "
 
 
 def require_alive(conn: Connection[Any] | AsyncConnection[Any]) -> None:

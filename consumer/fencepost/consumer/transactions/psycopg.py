@@ -41,8 +41,8 @@ class PsycopgTransactions(Transactions):
             _require_idle(conn)
             alive, savepoint = partial(require_alive, conn), _Savepoints(conn).block
             if held:
-                with _Held(conn) as transaction:
-                    yield Begun(conn, conn, alive, savepoint, transaction.opening)
+                with _Held(conn):
+                    yield Begun(conn, conn, alive, savepoint)
             else:
                 with conn.transaction():
                     yield Begun(conn, conn, alive, savepoint)
@@ -71,8 +71,8 @@ class AsyncPsycopgTransactions(AsyncTransactions):
             _require_idle(conn)
             alive, savepoint = partial(require_alive, conn), _AsyncSavepoints(conn).block
             if held:
-                async with _AsyncHeld(conn) as transaction:
-                    yield Begun(conn, conn, alive, savepoint, transaction.opening)
+                async with _AsyncHeld(conn):
+                    yield Begun(conn, conn, alive, savepoint)
             else:
                 async with conn.transaction():
                     yield Begun(conn, conn, alive, savepoint)
@@ -83,26 +83,20 @@ class AsyncPsycopgTransactions(AsyncTransactions):
 
 
 class _Held(Transaction):
-    """psycopg's transaction, but for its BEGIN, which is kept for the round trip of the first statement.
+    """psycopg's transaction, but for its BEGIN, which travels with the first statement.
 
-    To psycopg it is entered, so that it refuses a commit or rollback inside, and ends it. Were a psycopg to begin in another
-    way, then it would have begun, and ``opening`` be empty.
+    To psycopg it is entered, so that it refuses a commit or rollback inside, and ends it. A psycopg that begins in another
+    way will have begun, and only the round trip is lost.
     """
 
-    opening: bytes = b""
-
     def _get_enter_commands(self) -> Iterator[bytes]:
-        self.opening = b"".join(command + b"; " for command in super()._get_enter_commands())
         return iter(())
 
 
 class _AsyncHeld(AsyncTransaction):
     """As `_Held`, for asyncio."""
 
-    opening: bytes = b""
-
     def _get_enter_commands(self) -> Iterator[bytes]:
-        self.opening = b"".join(command + b"; " for command in super()._get_enter_commands())
         return iter(())
 
 

@@ -304,7 +304,13 @@ CREATE TABLE fencepost.job_class (
     backoff_max        interval NOT NULL CHECK (backoff_max >= backoff_base),
     max_effect_timeout interval NOT NULL CHECK (max_effect_timeout > interval '0'),
     network_bound      interval NOT NULL CHECK (network_bound >= interval '0'),
-    registered_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+    queue              text NOT NULL DEFAULT 'default',
+    job_limit          integer CHECK (job_limit >= 1),
+    tenant_limit       integer CHECK (tenant_limit >= 1),
+    fair               boolean NOT NULL DEFAULT false,
+    registered_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- Who runs is counted where there is a limit, and a limit of each tenant is kept by serving them in turn.
+    CHECK (tenant_limit IS NULL OR job_limit IS NOT NULL AND fair)
 );
 
 -- Invariant: generation never decreases; running exactly when attempt, owner and lease_until are all set.
@@ -347,8 +353,8 @@ CREATE TABLE fencepost.job (
 ) WITH (fillfactor = 50);
 
 -- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
--- deleted, never changed. The priority is the priority of a queued job, 2147483647 for the lease of a running one, or
--- 2147483646 for what may wake a waiting one.
+-- deleted; nothing but `fair_class` is ever changed. The priority is the priority of a queued job, 2147483647 for the lease
+-- of a running one, or 2147483646 for what may wake a waiting one.
 -- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
 CREATE TABLE fencepost.agenda (
     class      text NOT NULL,
@@ -357,10 +363,14 @@ CREATE TABLE fencepost.agenda (
     tenant     text NOT NULL,
     operation  text NOT NULL,
     generation bigint NOT NULL,
-    epoch      bigint NOT NULL
+    epoch      bigint NOT NULL,
+    -- The class once more, of queued jobs in a class that is fair: this index can be used for nothing else, and no other for it.
+    fair_class text
     -- It is empty again and again: giving its pages back would lock everybody out each time.
 ) WITH (vacuum_truncate = false);
 CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
+-- Queued jobs of classes whose tenants are served in turn.
+CREATE INDEX agenda_fair ON fencepost.agenda (fair_class, priority, tenant, due) WHERE fair_class IS NOT NULL;
 
 -- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
 -- a foreign key would cost more than the row.
@@ -453,7 +463,7 @@ CREATE TABLE fencepost.effect_event (
 CREATE INDEX effect_event_effect ON fencepost.effect_event (tenant, operation, effect_key);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', '9febd33585df69da5f21b7d2109e712180fd2087f6fb4576c3b8f249c27b878d');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0004_jobs.sql', 'b65dcd0c3a0f6129ef3886005ac07b4b98cde65467de9d95d31689af791bc922');
 
 -- 0005_routing.sql
 -- Routing and parking: which events each destination answers for, what a refusal does to its key, and operators' acts.
@@ -651,7 +661,7 @@ ALTER TABLE fencepost.decision ADD COLUMN version integer, ADD COLUMN receipt te
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
     'reconcile', 'assign', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination',
-    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention', 'remove_schedule'));
+    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention', 'remove_schedule', 'pause', 'resume'));
 CREATE INDEX decision_effect ON fencepost.decision (tenant, operation, subject) WHERE kind IN ('reconcile', 'assign');
 
 -- Receipt look-ups of unknown effects: who asks now, or when it is asked again, and what the last answer was.
@@ -672,7 +682,7 @@ CREATE TABLE fencepost.lookup (
 ) WITH (fillfactor = 70);
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0011_reconciliation.sql', 'be8b9a2e28d6c1d6440685567526dc4bcfd25d7451457fc32f28a49aa6f06fe5');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0011_reconciliation.sql', '4c8295d7cc7ce82248c2f682ae984ddc4479b14dec29e6eec7aa288131e4df29');
 
 -- 0012_protected.sql
 -- Users' tables whose rows are written behind a fence only. The table is found by its trigger, so it may be renamed.
@@ -773,6 +783,39 @@ CREATE TABLE fencepost.result (
 
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0013_waiting.sql', '9d1c8ef9f464977e2ce285e69d1d541e6e2016bc9dad04bad4b9babedc6a579a');
+
+-- 0014_queues.sql
+-- Queues: what is paused, who runs in classes with a limit, and whose turn it was in classes that serve tenants in turn.
+
+-- Invariant: a claim holds ROW SHARE on this table until its commit; who pauses something, or limits a class that had no
+-- limit, takes EXCLUSIVE: no claim that does not know of it is still under way after that.
+CREATE TABLE fencepost.paused (
+    scope     text NOT NULL CHECK (scope IN ('queue', 'class')),
+    name      text NOT NULL,
+    actor     text NOT NULL,
+    reason    text NOT NULL,
+    paused_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (scope, name)
+);
+
+-- One row for each class that has a limit or is fair, put in the place of the one before by each claim of the class, under
+-- the lock of its row in job_class. A job that is named here runs while its own row says so, in this generation: whatever
+-- ends a run writes nothing here. Each number is the next one, so that the newest row is found without walking over those
+-- before it, whatever snapshots are held.
+CREATE TABLE fencepost.turn (
+    class       text NOT NULL,
+    n           bigint NOT NULL,
+    served      jsonb NOT NULL,
+    tenants     text[] NOT NULL,
+    operations  text[] NOT NULL,
+    generations bigint[] NOT NULL,
+    PRIMARY KEY (class, n),
+    CHECK (cardinality(tenants) = cardinality(operations) AND cardinality(tenants) = cardinality(generations))
+) WITH (vacuum_truncate = false);
+COMMENT ON COLUMN fencepost.turn.served IS 'For each priority the tenant that was served last.';
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0014_queues.sql', 'b8ede380f52eab00f370c0d5886f426ee8a925d74b4258c01ce95d43d2e94b51');
 
 -- 0015_schedules_and_holds.sql
 -- Periodic jobs: which timetable submits which class for which tenant, and up to where that is done.
@@ -1322,10 +1365,11 @@ $$;
 CREATE OR REPLACE FUNCTION fencepost._rebuild_agenda()
 RETURNS void LANGUAGE sql AS $$
     DELETE FROM fencepost.agenda;
-    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch, fair_class)
     SELECT j.class, CASE j.exec WHEN 'queued' THEN j.priority ELSE 2147483647 END,
            greatest(CASE j.exec WHEN 'queued' THEN j.run_at ELSE j.lease_until END, clock_timestamp()),
-           j.tenant, j.operation, j.generation, j.epoch
+           j.tenant, j.operation, j.generation, j.epoch,
+           CASE j.exec WHEN 'queued' THEN (SELECT k.class FROM fencepost.job_class AS k WHERE k.class = j.class AND k.fair) END
     FROM fencepost.job AS j WHERE j.exec IN ('queued', 'running')
 $$;
 
@@ -1756,7 +1800,17 @@ CREATE OR REPLACE VIEW fencepost.status AS
     FROM fencepost.dead_letter AS d GROUP BY 1, 2, 3, 4, 5
     UNION ALL
     SELECT 'reservation', 'reserved', r.tenant, r.consumer, '', count(*), min(r.reserved_at), 0
-    FROM fencepost.reservation AS r GROUP BY 1, 2, 3, 4, 5;
+    FROM fencepost.reservation AS r GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT h.scope, 'paused', '', h.name, '', 1, h.paused_at, 0 FROM fencepost.paused AS h
+    UNION ALL
+    SELECT 'class', 'at_limit', '', k.class, '', count(*), min(j.changed_at), 0
+    FROM fencepost.job_class AS k
+    CROSS JOIN LATERAL (SELECT u.* FROM fencepost.turn AS u WHERE u.class = k.class ORDER BY u.n DESC LIMIT 1) AS t
+    CROSS JOIN LATERAL unnest(t.tenants, t.operations, t.generations) AS o (tenant, operation, generation)
+    JOIN fencepost.job AS j ON j.tenant = o.tenant AND j.operation = o.operation AND j.class = k.class
+    WHERE k.job_limit IS NOT NULL AND j.exec = 'running' AND j.generation = o.generation
+    GROUP BY k.class, k.job_limit HAVING count(*) >= k.job_limit;
 
 
 -- effects/begin_effect.sql
@@ -3256,10 +3310,11 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost._agenda()
 RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch, fair_class)
     VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
         greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
-        NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
+        NEW.tenant, NEW.operation, NEW.generation, NEW.epoch,
+        CASE NEW.exec WHEN 'queued' THEN (SELECT k.class FROM fencepost.job_class AS k WHERE k.class = NEW.class AND k.fair) END);
     -- Rings only while a worker sleeps (see doze_jobs), and for what is due; one look at a sequence otherwise.
     IF NEW.exec = 'queued' AND pg_sequence_last_value('fencepost.job_doorbell') > 0 AND NEW.run_at <= clock_timestamp() THEN
         PERFORM fencepost._ring_jobs();
@@ -3360,6 +3415,7 @@ END $$;
 
 -- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, or is held under an old epoch:
 -- its release points to it again), among the first of it.
+-- In a class that is fair, marks those from transactions that began before it was.
 CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
 RETURNS void LANGUAGE sql AS $$
     -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
@@ -3373,7 +3429,14 @@ RETURNS void LANGUAGE sql AS $$
             WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
           AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
                AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
+        FOR UPDATE OF a SKIP LOCKED));
+    UPDATE fencepost.agenda AS x SET fair_class = p_class WHERE x.ctid = ANY (ARRAY(
+        SELECT a.ctid FROM fencepost.agenda AS a
+        WHERE a.fair_class IS NULL AND a.ctid = ANY (ARRAY(
+            SELECT h.ctid FROM fencepost.agenda AS h
+            WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 1000))
         FOR UPDATE OF a SKIP LOCKED))
+      AND (SELECT k.fair FROM fencepost.job_class AS k WHERE k.class = p_class)
 $$;
 
 
@@ -3599,11 +3662,12 @@ END $$;
 -- Claims due work under finite leases, each with a new attempt and the next generation; an attempt counts here, so a
 -- crash counts. Work with a pending or unknown effect is never claimed.
 -- Several classes share one order; a class takes no more than its part of it while the others have work. `p_marks` is a
--- hint from `marks`, or null.
+-- hint from `marks`, or null. Nothing is taken of what is paused, nor more of a class than its limits leave room for.
 -- Invariant: here and in what is called from here a job is reached from what points to it, by key in a sub-select of its
 -- own or by the place of a row that is locked; there is no other plan. A plain join would let a plan that was made when the
 -- tables were empty read all jobs until they are analysed.
--- Locks: gate, then job rows that nobody else holds, the most urgent first; no others. Expired leases are reaped first.
+-- Locks: gate, `paused`, then job rows that nobody else holds, the most urgent first; no others. Of a class with a limit or a
+-- fair one its own row before them, unless somebody holds it. Expired leases are reaped first.
 CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
@@ -3620,6 +3684,11 @@ DECLARE
     v_jobs tid[] := '{}';
     v_classes text[] := '{}';
     v_share integer;
+    -- Of classes with a limit and fair ones: who was served last, by class, and which jobs are taken.
+    v_turns jsonb := '{}';
+    v_turn_classes text[] := '{}';
+    v_tenants text[] := '{}';
+    v_operations text[] := '{}';
     -- The attempts of one claim share 106 random bits, and are numbered: asking for random bits a hundred times costs as much
     -- as the updates.
     v_attempts text := left(gen_random_uuid()::text, 32);
@@ -3633,6 +3702,7 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
+    LOCK TABLE fencepost.paused IN ROW SHARE MODE;
     p_classes := fencepost._enabled(p_classes);
     PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
@@ -3641,7 +3711,11 @@ BEGIN
     v_now := clock_timestamp();
     -- First to each class its part of the common order, then what is left to whoever has more.
     FOR v_class IN
-        WITH one AS MATERIALIZED (SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class)),
+        WITH one AS MATERIALIZED (
+            SELECT k.class, k.fair OR k.job_limit IS NOT NULL AS in_turn FROM fencepost.job_class AS k
+            WHERE k.class = ANY (p_classes)
+              AND NOT EXISTS (SELECT FROM fencepost.paused AS h WHERE h.scope = 'class' AND h.name = k.class)
+              AND NOT EXISTS (SELECT FROM fencepost.paused AS h WHERE h.scope = 'queue' AND h.name = k.queue)),
         priority AS MATERIALIZED (SELECT o.class, l.priority, l.mark FROM one AS o, fencepost._priorities(o.class, p_marks) AS l),
         part AS MATERIALIZED (
             SELECT h.class, count(*) AS share FROM (
@@ -3652,7 +3726,7 @@ BEGIN
                 WHERE (SELECT count(*) FROM one) > 1
                 ORDER BY l.priority DESC, d.due LIMIT p_limit) AS h
             GROUP BY h.class)
-        SELECT o.class, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
+        SELECT o.class, o.in_turn, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
                ARRAY(SELECT l.priority FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS priorities,
                ARRAY(SELECT l.mark FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS marks
         FROM generate_series(1, 2) AS s (step) CROSS JOIN one AS o LEFT JOIN part AS p ON p.class = o.class AND s.step = 1
@@ -3660,8 +3734,19 @@ BEGIN
     LOOP
         v_share := least(v_class.share, p_limit - cardinality(v_at));
         EXIT WHEN v_share = 0;
-        SELECT array_agg(t.at) AS at, array_agg(t.job) AS jobs, array_agg(v_class.class) AS classes INTO v_took
-        FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
+        IF v_class.in_turn THEN
+            SELECT t.*, array_fill(v_class.class, ARRAY[cardinality(t.at)]) AS classes INTO v_took
+            FROM fencepost._take_turn(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at,
+                ARRAY(SELECT u.tenant FROM unnest(v_tenants, v_turn_classes) AS u (tenant, class) WHERE u.class = v_class.class),
+                v_turns -> v_class.class) AS t;
+            v_turns := CASE WHEN v_took.served IS NULL THEN v_turns ELSE v_turns || jsonb_build_object(v_class.class, v_took.served) END;
+            v_turn_classes := v_turn_classes || v_took.classes;
+            v_tenants := v_tenants || v_took.tenants;
+            v_operations := v_operations || v_took.operations;
+        ELSE
+            SELECT array_agg(t.at) AS at, array_agg(t.job) AS jobs, array_agg(v_class.class) AS classes INTO v_took
+            FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
+        END IF;
         v_at := v_at || v_took.at;
         v_jobs := v_jobs || v_took.jobs;
         v_classes := v_classes || v_took.classes;
@@ -3693,6 +3778,15 @@ BEGIN
     SELECT d.tenant, d.operation, d.class, d.generation, d.attempt, d.owner, d.epoch, d.mode, d.attempts, d.class_max_attempts,
            d.args, d.source_event, (extract(epoch FROM d.lease) * 1000)::bigint
     FROM claimed AS d ORDER BY d.priority DESC, d.run_at;
+    IF v_turns <> '{}' THEN
+        PERFORM fencepost._note_turn(t.class, t.served, t.tenants, t.operations) FROM (
+            SELECT l.key AS class, l.value AS served,
+                   ARRAY(SELECT u.tenant FROM unnest(v_tenants, v_turn_classes) AS u (tenant, class)
+                         WHERE u.class = l.key) AS tenants,
+                   ARRAY(SELECT u.operation FROM unnest(v_operations, v_turn_classes) AS u (operation, class)
+                         WHERE u.class = l.key) AS operations
+            FROM jsonb_each(v_turns) AS l) AS t;
+    END IF;
 END $$;
 
 -- Extends the lease of the current attempt by the class's lease, counted from now; nobody else's. Waits half a second at
@@ -4444,14 +4538,97 @@ BEGIN
 END $$;
 
 
+-- jobs/queues.sql
+-- Stops a queue, or a class, from being claimed; what runs goes on, and may renew, publish and end as ever.
+-- Returns paused, or already_paused (by whom and why stays as it is).
+-- Locks: waits for the claims that are under way, so that after its commit nothing more starts.
+CREATE OR REPLACE FUNCTION fencepost.pause(p_scope text, p_name text, p_actor text, p_reason text)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_scope(p_scope, p_name, p_actor, p_reason);
+    IF p_scope = 'class' AND NOT EXISTS (SELECT FROM fencepost.job_class AS k WHERE k.class = p_name) THEN
+        PERFORM fencepost._refuse('ZF051', 'this class is not registered', 'class', 'see: fencepost jobs queues');
+    ELSIF p_scope = 'queue' AND NOT EXISTS (SELECT FROM fencepost.job_class AS k WHERE k.queue = p_name) THEN
+        PERFORM fencepost._refuse('ZF003', 'no registered class is in this queue', 'queue', 'see: fencepost jobs queues');
+    END IF;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    LOCK TABLE fencepost.paused IN EXCLUSIVE MODE;
+    INSERT INTO fencepost.paused (scope, name, actor, reason) VALUES (p_scope, p_name, p_actor, p_reason)
+    ON CONFLICT (scope, name) DO NOTHING;
+    IF NOT FOUND THEN
+        RETURN 'already_paused';
+    END IF;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict)
+    VALUES (gen_random_uuid(), 'pause', p_actor, p_reason, p_scope || ' ' || p_name, 'paused');
+    RETURN 'paused';
+END $$;
+
+-- Lets a paused queue or class be claimed again. Returns resumed, or not_paused.
+CREATE OR REPLACE FUNCTION fencepost.resume(p_scope text, p_name text, p_actor text, p_reason text)
+RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_scope(p_scope, p_name, p_actor, p_reason);
+    PERFORM set_config('synchronous_commit', 'on', true);
+    DELETE FROM fencepost.paused AS h WHERE h.scope = p_scope AND h.name = p_name;
+    IF NOT FOUND THEN
+        RETURN 'not_paused';
+    END IF;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict)
+    VALUES (gen_random_uuid(), 'resume', p_actor, p_reason, p_scope || ' ' || p_name, 'resumed');
+    RETURN 'resumed';
+END $$;
+
+-- Refuses what names neither a queue nor a class, or not who decides and why.
+CREATE OR REPLACE FUNCTION fencepost._require_scope(p_scope text, p_name text, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF p_scope IS NULL OR p_scope NOT IN ('queue', 'class') THEN
+        PERFORM fencepost._refuse('ZF003', 'scope is neither queue nor class', 'scope', NULL);
+    END IF;
+    PERFORM fencepost._require_identity(p_scope, p_name);
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+END $$;
+
+-- Each class with its queue and limits, how many run (where there is a limit), how many tenants are at theirs, and what
+-- keeps it from being claimed: open, paused (its queue or itself), at_limit.
+CREATE OR REPLACE VIEW fencepost.queues AS
+    SELECT k.queue, k.class, k.job_limit, k.tenant_limit, k.fair, CASE WHEN k.job_limit IS NOT NULL THEN r.running END AS running,
+           CASE WHEN k.tenant_limit IS NOT NULL THEN r.tenants_at_limit END AS tenants_at_limit,
+           CASE WHEN h.scope IS NOT NULL THEN 'paused' WHEN r.running >= k.job_limit THEN 'at_limit' ELSE 'open' END AS state,
+           h.scope AS paused, h.actor, h.reason, h.paused_at
+    FROM fencepost.job_class AS k
+    LEFT JOIN LATERAL (
+        SELECT p.* FROM fencepost.paused AS p WHERE (p.scope, p.name) IN (('class', k.class), ('queue', k.queue))
+        ORDER BY p.scope DESC LIMIT 1) AS h ON true
+    CROSS JOIN LATERAL (
+        SELECT coalesce(sum(t.running), 0)::bigint AS running,
+               count(*) FILTER (WHERE t.running >= k.tenant_limit) AS tenants_at_limit
+        FROM (
+            SELECT j.tenant, count(*) AS running
+            FROM (SELECT u.* FROM fencepost.turn AS u WHERE u.class = k.class ORDER BY u.n DESC LIMIT 1) AS u
+            CROSS JOIN LATERAL unnest(u.tenants, u.operations, u.generations) AS o (tenant, operation, generation)
+            JOIN fencepost.job AS j ON j.tenant = o.tenant AND j.operation = o.operation AND j.class = k.class
+            WHERE j.exec = 'running' AND j.generation = o.generation
+            GROUP BY j.tenant) AS t) AS r;
+
+
 -- jobs/register_class.sql
--- Registers a class of jobs or changes its policy; the handler's process calls it before it claims.
+-- Registers a class of jobs or changes its policy; the handler's process calls it before it claims. A limit of each tenant
+-- makes the class fair, and where the class has no limit of its own, that is 1,000.
+-- Locks: the class; where it becomes limited then every claim, for what they took before has to be counted.
 CREATE OR REPLACE FUNCTION fencepost.register_class(
     p_class text, p_policy text, p_lease interval, p_max_attempts integer, p_max_finishes integer,
-    p_backoff_base interval, p_backoff_max interval, p_max_effect_timeout interval, p_network_bound interval)
-RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    p_backoff_base interval, p_backoff_max interval, p_max_effect_timeout interval, p_network_bound interval,
+    p_queue text DEFAULT 'default', p_limit integer DEFAULT NULL, p_tenant_limit integer DEFAULT NULL, p_fair boolean DEFAULT false)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_limit integer := coalesce(p_limit, CASE WHEN p_tenant_limit IS NOT NULL THEN 1000 END);
+    v_fair boolean := p_fair OR p_tenant_limit IS NOT NULL;
+    v_was fencepost.job_class;
 BEGIN
     PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._require_identity('queue', p_queue);
     IF p_policy IS NULL OR p_policy NOT IN ('strict', 'resumable') THEN
         PERFORM fencepost._refuse('ZF003', 'policy is neither strict nor resumable', 'policy', NULL);
     ELSIF p_lease IS NULL OR p_lease NOT BETWEEN interval '0.1 second' AND interval '1 day' THEN
@@ -4467,16 +4644,38 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'backoff is not 0 <= base <= max <= 30 days', 'backoff', NULL);
     ELSIF p_network_bound IS NULL OR p_network_bound NOT BETWEEN interval '0' AND interval '1 day' THEN
         PERFORM fencepost._refuse('ZF003', 'network_bound is not between 0 and a day', 'network_bound', NULL);
+    ELSIF p_limit NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'limit is not between 1 and 1000', 'limit', 'leave it out for a class without one');
+    ELSIF p_tenant_limit NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'tenant_limit is not between 1 and 1000', 'tenant_limit',
+            'leave it out for a class without one');
+    ELSIF p_fair IS NULL THEN
+        PERFORM fencepost._refuse('ZF003', 'fair is neither true nor false', 'fair', NULL);
     END IF;
+    SELECT c.* INTO v_was FROM fencepost.job_class AS c WHERE c.class = p_class FOR NO KEY UPDATE;
     INSERT INTO fencepost.job_class AS c (class, policy, lease, max_attempts, max_finishes, backoff_base, backoff_max,
-        max_effect_timeout, network_bound)
+        max_effect_timeout, network_bound, queue, job_limit, tenant_limit, fair)
     VALUES (p_class, p_policy, p_lease, p_max_attempts, p_max_finishes, p_backoff_base, p_backoff_max,
-        p_max_effect_timeout, p_network_bound)
+        p_max_effect_timeout, p_network_bound, p_queue, v_limit, p_tenant_limit, v_fair)
     ON CONFLICT (class) DO UPDATE SET policy = p_policy, lease = p_lease, max_attempts = p_max_attempts,
         max_finishes = p_max_finishes, backoff_base = p_backoff_base, backoff_max = p_backoff_max,
-        max_effect_timeout = p_max_effect_timeout, network_bound = p_network_bound, registered_at = clock_timestamp()
+        max_effect_timeout = p_max_effect_timeout, network_bound = p_network_bound,
+        queue = p_queue, job_limit = v_limit, tenant_limit = p_tenant_limit, fair = v_fair, registered_at = clock_timestamp()
     WHERE (c.policy, c.lease, c.max_attempts, c.max_finishes, c.backoff_base, c.backoff_max, c.max_effect_timeout, c.network_bound)
-       IS DISTINCT FROM (p_policy, p_lease, p_max_attempts, p_max_finishes, p_backoff_base, p_backoff_max, p_max_effect_timeout, p_network_bound);
+       IS DISTINCT FROM (p_policy, p_lease, p_max_attempts, p_max_finishes, p_backoff_base, p_backoff_max, p_max_effect_timeout, p_network_bound)
+       OR (c.queue, c.job_limit, c.tenant_limit, c.fair) IS DISTINCT FROM (p_queue, v_limit, p_tenant_limit, v_fair);
+    IF v_limit IS NOT NULL AND v_was.job_limit IS NULL THEN
+        LOCK TABLE fencepost.paused IN EXCLUSIVE MODE;
+        -- Invariant: whatever runs has a pointer to the end of its lease.
+        PERFORM fencepost._note_turn(p_class, NULL, array_agg(a.tenant), array_agg(a.operation))
+        FROM fencepost.agenda AS a WHERE a.class = p_class AND a.priority = 2147483647;
+    END IF;
+    IF v_fair AND v_was.fair IS NOT TRUE THEN
+        -- The rest, and what is being submitted now, is marked by claims and `marks` as it comes up.
+        UPDATE fencepost.agenda AS x SET fair_class = p_class WHERE x.ctid = ANY (ARRAY(
+            SELECT a.ctid FROM fencepost.agenda AS a
+            WHERE a.class = p_class AND a.priority < 2147483646 AND a.fair_class IS NULL LIMIT 100000 FOR UPDATE SKIP LOCKED));
+    END IF;
 END $$;
 
 
@@ -4878,6 +5077,162 @@ BEGIN
         format('the operation of job %s already has a job of this class with another meaning', v_other.item), 'operation',
         'a new request needs a new operation');
 END $$;
+
+
+-- jobs/turn.sql
+-- Locks due jobs of a class that has a limit or is fair, no more than its limits leave room for: from the most urgent
+-- priority on, and within it the tenants in turn, each no more than its part of what is still to be had. Takes nothing
+-- while another transaction claims jobs of this class: who runs would not be known. Locked, then looked at.
+-- `p_taken`: tenants of what this claim has of the class already. `served`: who was served last at each priority, for the
+-- next time; null where there is nothing to note.
+CREATE OR REPLACE FUNCTION fencepost._take_turn(
+    p_class text, p_priorities integer[], p_marks timestamptz[], p_now timestamptz, p_floor bigint, p_limit integer, p_but tid[],
+    p_taken text[], INOUT served jsonb, OUT at tid[], OUT jobs tid[], OUT tenants text[], OUT operations text[])
+LANGUAGE plpgsql AS $$
+DECLARE
+    v_class fencepost.job_class;
+    v_turn fencepost.turn;
+    v_running text[] := p_taken;
+    v_left integer := p_limit;
+    v_took record;
+    v_next record;
+    v_served jsonb;
+    v_without text[];
+    v_after text;
+BEGIN
+    at := '{}';
+    SELECT k.* INTO v_class FROM fencepost.job_class AS k WHERE k.class = p_class FOR NO KEY UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    SELECT t.* INTO v_turn FROM fencepost.turn AS t WHERE t.class = p_class ORDER BY t.n DESC LIMIT 1;
+    IF v_class.job_limit IS NOT NULL THEN
+        v_running := v_running || ARRAY(
+            SELECT h.tenant FROM unnest(v_turn.tenants, v_turn.operations, v_turn.generations) AS h (tenant, operation, generation)
+            CROSS JOIN LATERAL (
+                SELECT k.exec, k.generation FROM fencepost.job AS k
+                WHERE k.tenant = h.tenant AND k.operation = h.operation AND k.class = p_class OFFSET 0) AS j
+            WHERE j.exec = 'running' AND j.generation = h.generation);
+        v_left := least(v_left, v_class.job_limit - cardinality(v_running));
+    END IF;
+    IF v_left <= 0 THEN
+        served := NULL;
+        RETURN;
+    ELSIF NOT v_class.fair THEN
+        SELECT coalesce(array_agg(t.at), '{}'), array_agg(t.job) INTO at, jobs
+        FROM fencepost._take(p_class, p_priorities, p_marks, p_now, p_floor, v_left, p_but) AS t;
+        SELECT array_agg(j.tenant), array_agg(j.operation) INTO tenants, operations FROM fencepost.job AS j WHERE j.ctid = ANY (jobs);
+        served := CASE WHEN at <> '{}' THEN coalesce(served, v_turn.served, '{}') END;
+        RETURN;
+    END IF;
+    v_served := coalesce(served, v_turn.served, '{}');
+    served := NULL;
+    FOR v_priority IN 1 .. cardinality(p_priorities) LOOP
+        v_after := coalesce(v_served ->> p_priorities[v_priority]::text, '');
+        v_without := '{}';
+        WHILE v_left > 0 LOOP
+            SELECT n.* INTO v_next FROM fencepost._next_tenants(p_class, p_priorities[v_priority], p_marks[v_priority], p_now,
+                v_after, v_left, v_without || ARRAY(
+                    SELECT r.tenant FROM unnest(v_running) AS r (tenant) GROUP BY r.tenant
+                    HAVING count(*) >= v_class.tenant_limit)) AS n;
+            v_after := coalesce(v_next.reached, v_after);
+            EXIT WHEN v_next.tenants = '{}';
+            SELECT coalesce(array_agg(d.at), '{}') AS at, array_agg(d.job) AS jobs, array_agg(d.tenant) AS tenants,
+                   array_agg(d.operation) AS operations
+            INTO v_took FROM (
+                SELECT d.at, d.job, d.tenant, d.operation
+                FROM unnest(v_next.tenants) WITH ORDINALITY AS u (tenant, n)
+                CROSS JOIN LATERAL (
+                    SELECT p.at, j.at AS job, p.tenant, p.operation FROM (
+                        SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch FROM fencepost.agenda AS a
+                        WHERE a.fair_class = p_class AND a.priority = p_priorities[v_priority] AND a.tenant = u.tenant
+                          AND a.due >= p_marks[v_priority] AND a.due <= p_now AND a.ctid <> ALL (p_but || at)
+                          AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
+                        ORDER BY a.due) AS p
+                    CROSS JOIN LATERAL (
+                        SELECT k.ctid AS at FROM fencepost.job AS k
+                        WHERE k.tenant = p.tenant AND k.operation = p.operation AND k.class = p_class
+                          AND k.exec = 'queued' AND k.generation = p.generation AND k.priority = p_priorities[v_priority]
+                          AND k.run_at <= p_now AND k.open_effects = 0 AND k.epoch = p.epoch
+                        FOR NO KEY UPDATE SKIP LOCKED) AS j
+                    LIMIT least(v_left / cardinality(v_next.tenants), v_class.tenant_limit
+                                - (SELECT count(*) FROM unnest(v_running) AS r (tenant) WHERE r.tenant = u.tenant))) AS d
+                LIMIT v_left) AS d;
+            -- Who had less than its part has no more at this priority.
+            v_without := v_without || ARRAY(
+                SELECT u.tenant FROM unnest(v_next.tenants) AS u (tenant)
+                WHERE (SELECT count(*) FROM unnest(v_took.tenants) AS d (tenant) WHERE d.tenant = u.tenant)
+                      < v_left / cardinality(v_next.tenants));
+            at := at || v_took.at;
+            jobs := jobs || v_took.jobs;
+            tenants := tenants || v_took.tenants;
+            operations := operations || v_took.operations;
+            v_running := v_running || v_took.tenants;
+            v_left := v_left - cardinality(v_took.at);
+        END LOOP;
+        IF v_after <> coalesce(v_served ->> p_priorities[v_priority]::text, '') OR at <> '{}' THEN
+            v_served := v_served || jsonb_build_object(p_priorities[v_priority], v_after);
+            served := v_served;
+        END IF;
+        EXIT WHEN v_left = 0;
+        PERFORM fencepost._forget_pointers(p_class, p_priorities[v_priority], p_marks[v_priority], p_now);
+    END LOOP;
+END $$;
+
+-- Up to so many tenants with due jobs of a class and priority, in turn: those behind `p_after`, then from the first on.
+-- Looks at each tenant once, and at a thousand at most: others may have work for later only. `reached`: where to go on.
+CREATE OR REPLACE FUNCTION fencepost._next_tenants(
+    p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz, p_after text, p_limit integer, p_without text[],
+    OUT tenants text[], OUT reached text) LANGUAGE sql AS $$
+    WITH RECURSIVE walk (tenant, due, lap, n) AS (
+        SELECT p_after, NULL::timestamptz, 0, 0
+        UNION ALL
+        SELECT f.tenant, f.due, f.lap, w.n + 1 FROM walk AS w CROSS JOIN LATERAL (
+            (SELECT a.tenant, a.due, w.lap AS lap FROM fencepost.agenda AS a
+             WHERE a.fair_class = p_class AND a.priority = p_priority AND a.tenant > w.tenant AND a.due >= p_mark
+               AND (w.lap = 0 OR a.tenant <= p_after)
+             ORDER BY a.tenant, a.due LIMIT 1)
+            UNION ALL
+            (SELECT '', NULL, 1 WHERE w.lap = 0)
+            LIMIT 1) AS f
+        WHERE w.n < 1000
+    ), found AS MATERIALIZED (
+        SELECT w.tenant, w.n FROM walk AS w WHERE w.due <= p_now AND w.tenant <> ALL (p_without) LIMIT p_limit
+    )
+    SELECT coalesce(array_agg(f.tenant ORDER BY f.n), '{}'),
+           coalesce((array_agg(f.tenant ORDER BY f.n DESC))[1], (SELECT w.tenant FROM walk AS w WHERE w.n = 1000))
+    FROM found AS f
+$$;
+
+-- Puts the row of a class in the place of the one before: who of it still runs, who runs now, and who was served last.
+CREATE OR REPLACE FUNCTION fencepost._note_turn(p_class text, p_served jsonb, p_tenants text[], p_operations text[])
+RETURNS void LANGUAGE sql AS $$
+    WITH before AS (
+        DELETE FROM fencepost.turn AS t WHERE t.class = p_class
+          AND t.n = (SELECT u.n FROM fencepost.turn AS u WHERE u.class = p_class ORDER BY u.n DESC LIMIT 1)
+        RETURNING t.*
+    ), holder AS (
+        SELECT j.tenant, j.operation, j.generation FROM before AS b
+        CROSS JOIN LATERAL unnest(b.tenants, b.operations, b.generations) AS h (tenant, operation, generation)
+        CROSS JOIN LATERAL (
+            SELECT k.tenant, k.operation, k.exec, k.generation FROM fencepost.job AS k
+            WHERE k.tenant = h.tenant AND k.operation = h.operation AND k.class = p_class OFFSET 0) AS j
+        WHERE j.exec = 'running' AND j.generation = h.generation
+        UNION
+        SELECT j.tenant, j.operation, j.generation FROM unnest(p_tenants, p_operations) AS h (tenant, operation)
+        CROSS JOIN LATERAL (
+            SELECT k.tenant, k.operation, k.exec, k.generation FROM fencepost.job AS k
+            WHERE k.tenant = h.tenant AND k.operation = h.operation AND k.class = p_class OFFSET 0) AS j
+        WHERE j.exec = 'running'
+    )
+    INSERT INTO fencepost.turn (class, n, served, tenants, operations, generations)
+    SELECT p_class, coalesce((SELECT b.n FROM before AS b), 0) + 1,
+           -- Whose turn it was is forgotten where there are priorities without end.
+           CASE WHEN octet_length(p_served::text) > 100000 THEN '{}'
+                ELSE coalesce(p_served, (SELECT b.served FROM before AS b), '{}') END, coalesce(array_agg(h.tenant), '{}'),
+           coalesce(array_agg(h.operation), '{}'), coalesce(array_agg(h.generation), '{}')
+    FROM holder AS h WHERE (SELECT k.job_limit FROM fencepost.job_class AS k WHERE k.class = p_class) IS NOT NULL
+$$;
 
 
 -- jobs/wait.sql

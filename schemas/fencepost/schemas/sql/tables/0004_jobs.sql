@@ -10,7 +10,13 @@ CREATE TABLE fencepost.job_class (
     backoff_max        interval NOT NULL CHECK (backoff_max >= backoff_base),
     max_effect_timeout interval NOT NULL CHECK (max_effect_timeout > interval '0'),
     network_bound      interval NOT NULL CHECK (network_bound >= interval '0'),
-    registered_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+    queue              text NOT NULL DEFAULT 'default',
+    job_limit          integer CHECK (job_limit >= 1),
+    tenant_limit       integer CHECK (tenant_limit >= 1),
+    fair               boolean NOT NULL DEFAULT false,
+    registered_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- Who runs is counted where there is a limit, and a limit of each tenant is kept by serving them in turn.
+    CHECK (tenant_limit IS NULL OR job_limit IS NOT NULL AND fair)
 );
 
 -- Invariant: generation never decreases; running exactly when attempt, owner and lease_until are all set.
@@ -53,8 +59,8 @@ CREATE TABLE fencepost.job (
 ) WITH (fillfactor = 50);
 
 -- Which job to look at, and from when on; whether it may then be claimed, only its own row decides. Rows are inserted and
--- deleted, never changed. The priority is the priority of a queued job, 2147483647 for the lease of a running one, or
--- 2147483646 for what may wake a waiting one.
+-- deleted; nothing but `fair_class` is ever changed. The priority is the priority of a queued job, 2147483647 for the lease
+-- of a running one, or 2147483646 for what may wake a waiting one.
 -- Invariant: `due` is never before the insert, so what is behind a mark (see marks) is gone for good.
 CREATE TABLE fencepost.agenda (
     class      text NOT NULL,
@@ -63,10 +69,14 @@ CREATE TABLE fencepost.agenda (
     tenant     text NOT NULL,
     operation  text NOT NULL,
     generation bigint NOT NULL,
-    epoch      bigint NOT NULL
+    epoch      bigint NOT NULL,
+    -- The class once more, of queued jobs in a class that is fair: this index can be used for nothing else, and no other for it.
+    fair_class text
     -- It is empty again and again: giving its pages back would lock everybody out each time.
 ) WITH (vacuum_truncate = false);
 CREATE INDEX agenda_due ON fencepost.agenda (class, priority, due);
+-- Queued jobs of classes whose tenants are served in turn.
+CREATE INDEX agenda_fair ON fencepost.agenda (fair_class, priority, tenant, due) WHERE fair_class IS NOT NULL;
 
 -- Every claim that ever was: which attempt, of which owner, in which mode. Written by claim only, under the job's lock:
 -- a foreign key would cost more than the row.

@@ -26,7 +26,7 @@ ALTER TABLE fencepost.decision ADD COLUMN version integer, ADD COLUMN receipt te
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
     'reconcile', 'assign', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination',
-    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention', 'remove_schedule'));
+    'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention', 'remove_schedule', 'pause', 'resume'));
 CREATE INDEX decision_effect ON fencepost.decision (tenant, operation, subject) WHERE kind IN ('reconcile', 'assign');
 
 -- Receipt look-ups of unknown effects: who asks now, or when it is asked again, and what the last answer was.

@@ -98,10 +98,11 @@ $$;
 CREATE OR REPLACE FUNCTION fencepost._rebuild_agenda()
 RETURNS void LANGUAGE sql AS $$
     DELETE FROM fencepost.agenda;
-    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch, fair_class)
     SELECT j.class, CASE j.exec WHEN 'queued' THEN j.priority ELSE 2147483647 END,
            greatest(CASE j.exec WHEN 'queued' THEN j.run_at ELSE j.lease_until END, clock_timestamp()),
-           j.tenant, j.operation, j.generation, j.epoch
+           j.tenant, j.operation, j.generation, j.epoch,
+           CASE j.exec WHEN 'queued' THEN (SELECT k.class FROM fencepost.job_class AS k WHERE k.class = j.class AND k.fair) END
     FROM fencepost.job AS j WHERE j.exec IN ('queued', 'running')
 $$;
 

@@ -24,4 +24,14 @@ CREATE OR REPLACE VIEW fencepost.status AS
     FROM fencepost.dead_letter AS d GROUP BY 1, 2, 3, 4, 5
     UNION ALL
     SELECT 'reservation', 'reserved', r.tenant, r.consumer, '', count(*), min(r.reserved_at), 0
-    FROM fencepost.reservation AS r GROUP BY 1, 2, 3, 4, 5;
+    FROM fencepost.reservation AS r GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT h.scope, 'paused', '', h.name, '', 1, h.paused_at, 0 FROM fencepost.paused AS h
+    UNION ALL
+    SELECT 'class', 'at_limit', '', k.class, '', count(*), min(j.changed_at), 0
+    FROM fencepost.job_class AS k
+    CROSS JOIN LATERAL (SELECT u.* FROM fencepost.turn AS u WHERE u.class = k.class ORDER BY u.n DESC LIMIT 1) AS t
+    CROSS JOIN LATERAL unnest(t.tenants, t.operations, t.generations) AS o (tenant, operation, generation)
+    JOIN fencepost.job AS j ON j.tenant = o.tenant AND j.operation = o.operation AND j.class = k.class
+    WHERE k.job_limit IS NOT NULL AND j.exec = 'running' AND j.generation = o.generation
+    GROUP BY k.class, k.job_limit HAVING count(*) >= k.job_limit;

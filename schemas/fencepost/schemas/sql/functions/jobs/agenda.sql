@@ -3,10 +3,11 @@
 CREATE OR REPLACE FUNCTION fencepost._agenda()
 RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
+    INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch, fair_class)
     VALUES (NEW.class, CASE NEW.exec WHEN 'queued' THEN NEW.priority ELSE 2147483647 END,
         greatest(CASE NEW.exec WHEN 'queued' THEN NEW.run_at ELSE NEW.lease_until END, clock_timestamp()),
-        NEW.tenant, NEW.operation, NEW.generation, NEW.epoch);
+        NEW.tenant, NEW.operation, NEW.generation, NEW.epoch,
+        CASE NEW.exec WHEN 'queued' THEN (SELECT k.class FROM fencepost.job_class AS k WHERE k.class = NEW.class AND k.fair) END);
     -- Rings only while a worker sleeps (see doze_jobs), and for what is due; one look at a sequence otherwise.
     IF NEW.exec = 'queued' AND pg_sequence_last_value('fencepost.job_doorbell') > 0 AND NEW.run_at <= clock_timestamp() THEN
         PERFORM fencepost._ring_jobs();
@@ -107,6 +108,7 @@ END $$;
 
 -- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, or is held under an old epoch:
 -- its release points to it again), among the first of it.
+-- In a class that is fair, marks those from transactions that began before it was.
 CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
 RETURNS void LANGUAGE sql AS $$
     -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
@@ -120,5 +122,12 @@ RETURNS void LANGUAGE sql AS $$
             WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
           AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
                AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
+        FOR UPDATE OF a SKIP LOCKED));
+    UPDATE fencepost.agenda AS x SET fair_class = p_class WHERE x.ctid = ANY (ARRAY(
+        SELECT a.ctid FROM fencepost.agenda AS a
+        WHERE a.fair_class IS NULL AND a.ctid = ANY (ARRAY(
+            SELECT h.ctid FROM fencepost.agenda AS h
+            WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 1000))
         FOR UPDATE OF a SKIP LOCKED))
+      AND (SELECT k.fair FROM fencepost.job_class AS k WHERE k.class = p_class)
 $$;

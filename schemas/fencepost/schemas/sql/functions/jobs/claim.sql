@@ -116,11 +116,12 @@ END $$;
 -- Claims due work under finite leases, each with a new attempt and the next generation; an attempt counts here, so a
 -- crash counts. Work with a pending or unknown effect is never claimed.
 -- Several classes share one order; a class takes no more than its part of it while the others have work. `p_marks` is a
--- hint from `marks`, or null.
+-- hint from `marks`, or null. Nothing is taken of what is paused, nor more of a class than its limits leave room for.
 -- Invariant: here and in what is called from here a job is reached from what points to it, by key in a sub-select of its
 -- own or by the place of a row that is locked; there is no other plan. A plain join would let a plan that was made when the
 -- tables were empty read all jobs until they are analysed.
--- Locks: gate, then job rows that nobody else holds, the most urgent first; no others. Expired leases are reaped first.
+-- Locks: gate, `paused`, then job rows that nobody else holds, the most urgent first; no others. Of a class with a limit or a
+-- fair one its own row before them, unless somebody holds it. Expired leases are reaped first.
 CREATE OR REPLACE FUNCTION fencepost.claim(p_owner text, p_classes text[], p_limit integer, p_marks jsonb DEFAULT NULL)
 RETURNS TABLE (tenant text, operation text, class text, generation bigint, attempt uuid, owner text, epoch bigint, mode text,
                attempts integer, max_attempts integer, args bytea, source_event uuid, lease_ms bigint)
@@ -137,6 +138,11 @@ DECLARE
     v_jobs tid[] := '{}';
     v_classes text[] := '{}';
     v_share integer;
+    -- Of classes with a limit and fair ones: who was served last, by class, and which jobs are taken.
+    v_turns jsonb := '{}';
+    v_turn_classes text[] := '{}';
+    v_tenants text[] := '{}';
+    v_operations text[] := '{}';
     -- The attempts of one claim share 106 random bits, and are numbered: asking for random bits a hundred times costs as much
     -- as the updates.
     v_attempts text := left(gen_random_uuid()::text, 32);
@@ -150,6 +156,7 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
+    LOCK TABLE fencepost.paused IN ROW SHARE MODE;
     p_classes := fencepost._enabled(p_classes);
     PERFORM fencepost._reap(p_classes, 100, p_marks);
     PERFORM fencepost._expire_effects(p_classes, 100);
@@ -158,7 +165,11 @@ BEGIN
     v_now := clock_timestamp();
     -- First to each class its part of the common order, then what is left to whoever has more.
     FOR v_class IN
-        WITH one AS MATERIALIZED (SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class)),
+        WITH one AS MATERIALIZED (
+            SELECT k.class, k.fair OR k.job_limit IS NOT NULL AS in_turn FROM fencepost.job_class AS k
+            WHERE k.class = ANY (p_classes)
+              AND NOT EXISTS (SELECT FROM fencepost.paused AS h WHERE h.scope = 'class' AND h.name = k.class)
+              AND NOT EXISTS (SELECT FROM fencepost.paused AS h WHERE h.scope = 'queue' AND h.name = k.queue)),
         priority AS MATERIALIZED (SELECT o.class, l.priority, l.mark FROM one AS o, fencepost._priorities(o.class, p_marks) AS l),
         part AS MATERIALIZED (
             SELECT h.class, count(*) AS share FROM (
@@ -169,7 +180,7 @@ BEGIN
                 WHERE (SELECT count(*) FROM one) > 1
                 ORDER BY l.priority DESC, d.due LIMIT p_limit) AS h
             GROUP BY h.class)
-        SELECT o.class, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
+        SELECT o.class, o.in_turn, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
                ARRAY(SELECT l.priority FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS priorities,
                ARRAY(SELECT l.mark FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS marks
         FROM generate_series(1, 2) AS s (step) CROSS JOIN one AS o LEFT JOIN part AS p ON p.class = o.class AND s.step = 1
@@ -177,8 +188,19 @@ BEGIN
     LOOP
         v_share := least(v_class.share, p_limit - cardinality(v_at));
         EXIT WHEN v_share = 0;
-        SELECT array_agg(t.at) AS at, array_agg(t.job) AS jobs, array_agg(v_class.class) AS classes INTO v_took
-        FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
+        IF v_class.in_turn THEN
+            SELECT t.*, array_fill(v_class.class, ARRAY[cardinality(t.at)]) AS classes INTO v_took
+            FROM fencepost._take_turn(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at,
+                ARRAY(SELECT u.tenant FROM unnest(v_tenants, v_turn_classes) AS u (tenant, class) WHERE u.class = v_class.class),
+                v_turns -> v_class.class) AS t;
+            v_turns := CASE WHEN v_took.served IS NULL THEN v_turns ELSE v_turns || jsonb_build_object(v_class.class, v_took.served) END;
+            v_turn_classes := v_turn_classes || v_took.classes;
+            v_tenants := v_tenants || v_took.tenants;
+            v_operations := v_operations || v_took.operations;
+        ELSE
+            SELECT array_agg(t.at) AS at, array_agg(t.job) AS jobs, array_agg(v_class.class) AS classes INTO v_took
+            FROM fencepost._take(v_class.class, v_class.priorities, v_class.marks, v_now, v_floor, v_share, v_at) AS t;
+        END IF;
         v_at := v_at || v_took.at;
         v_jobs := v_jobs || v_took.jobs;
         v_classes := v_classes || v_took.classes;
@@ -210,6 +232,15 @@ BEGIN
     SELECT d.tenant, d.operation, d.class, d.generation, d.attempt, d.owner, d.epoch, d.mode, d.attempts, d.class_max_attempts,
            d.args, d.source_event, (extract(epoch FROM d.lease) * 1000)::bigint
     FROM claimed AS d ORDER BY d.priority DESC, d.run_at;
+    IF v_turns <> '{}' THEN
+        PERFORM fencepost._note_turn(t.class, t.served, t.tenants, t.operations) FROM (
+            SELECT l.key AS class, l.value AS served,
+                   ARRAY(SELECT u.tenant FROM unnest(v_tenants, v_turn_classes) AS u (tenant, class)
+                         WHERE u.class = l.key) AS tenants,
+                   ARRAY(SELECT u.operation FROM unnest(v_operations, v_turn_classes) AS u (operation, class)
+                         WHERE u.class = l.key) AS operations
+            FROM jsonb_each(v_turns) AS l) AS t;
+    END IF;
 END $$;
 
 -- Extends the lease of the current attempt by the class's lease, counted from now; nobody else's. Waits half a second at
