@@ -17,7 +17,7 @@ from fencepost.jobs.fail import fail, release
 from fencepost.jobs.fence import complete_many, fence
 from fencepost.jobs.reconcile import Verdict, reconcile
 from fencepost.jobs.renew import renew
-from fencepost.schemas.errors import EffectOpen, OperationConflict, StaleFence
+from fencepost.schemas.errors import EffectOpen, InvalidInput, OperationConflict, StaleFence
 from fencepost.schemas.identity import Epoch
 from support.database import Database
 from support.jobs import (
@@ -281,3 +281,12 @@ def test_a_deadline_passes_for_effects_of_the_classes_asked_for_that_nobody_runs
         manual.commit()
         states = {operation: effect(auto, "state", operation) for operation in attempts}
         assert states == {"gone": "unknown", "running": "pending", "held": "success", "other": "pending"}
+
+
+def test_a_batch_that_is_no_list_at_all_is_refused(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        with pytest.raises(InvalidInput) as refused:
+            conn.execute("SELECT FROM fencepost.complete_many(NULL, NULL, NULL, NULL, NULL, NULL, NULL)")
+        assert refused.value.field == "items"
+        given(conn)
+        assert complete_many(conn, [claimed(conn).fence]) == {}

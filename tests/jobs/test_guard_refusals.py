@@ -32,7 +32,6 @@ BEHIND: list[tuple[str, str]] = [
     ),
     ("generation", f"UPDATE fencepost.job SET generation = generation + 1 WHERE {ROW}"),
     ("epoch", "INSERT INTO fencepost.tenant (tenant, epoch) VALUES ('t', 2)"),
-    ("epoch", "UPDATE fencepost.installation SET epoch_counter = 2, floor = 2"),
     ("epoch", f"UPDATE fencepost.job SET epoch = 2 WHERE {ROW}"),
     ("effect", f"UPDATE fencepost.job SET open_effects = 1 WHERE {ROW}"),
 ]
