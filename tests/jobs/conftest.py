@@ -35,6 +35,7 @@ TABLES = (
     "duty",
     "schedule",
 )
+FIRST = "SELECT i.epoch_counter = 1 AND i.floor = 1 AND i.era = 1 FROM fencepost.installation AS i"
 ALONE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
 
 
@@ -53,29 +54,56 @@ def empty(database: Database) -> Database:
     return database
 
 
+class Kept:
+    """The database of this folder on one server; made anew after a test that changed what no test may take back: epochs."""
+
+    def __init__(self, databases: Databases) -> None:
+        self._databases = databases
+        self._made: Database | None = None
+
+    def emptied(self) -> Database:
+        """Empty, armed, and at the first epoch."""
+        if self._made is not None and not self._at_first(self._made):
+            self.drop()
+        if self._made is None:
+            self._made = self._databases.migrated()
+        return empty(self._made)
+
+    def drop(self) -> None:
+        """At the end."""
+        if self._made is not None:
+            self._databases.drop(self._made)
+            self._made = None
+
+    @staticmethod
+    def _at_first(database: Database) -> bool:
+        with database.connect(autocommit=True) as conn:
+            return conn.execute(FIRST).fetchone() == (True,)
+
+
 @pytest.fixture(scope="session")
-def shared(databases: Databases) -> Iterator[Database]:
+def kept(databases: Databases) -> Iterator[Kept]:
     """The database of this folder, on each supported PostgreSQL."""
-    made = databases.migrated()
+    made = Kept(databases)
     yield made
-    databases.drop(made)
+    made.drop()
 
 
 @pytest.fixture(scope="session")
-def shared18(databases18: Databases) -> Iterator[Database]:
+def kept18(databases18: Databases) -> Iterator[Kept]:
     """The database of this folder, on the newest supported PostgreSQL."""
-    made = databases18.migrated()
+    made = Kept(databases18)
     yield made
-    databases18.drop(made)
+    made.drop()
 
 
 @pytest.fixture
-def database(shared: Database) -> Database:
+def database(kept: Kept) -> Database:
     """An empty, armed database, on each supported PostgreSQL."""
-    return empty(shared)
+    return kept.emptied()
 
 
 @pytest.fixture
-def database18(shared18: Database) -> Database:
+def database18(kept18: Kept) -> Database:
     """An empty, armed database, on the newest supported PostgreSQL."""
-    return empty(shared18)
+    return kept18.emptied()
