@@ -6,10 +6,11 @@ STAMP   := $(VENV)/.installed
 BROKER  ?= embedded
 BENCH   ?=
 MUTATE  ?=
+DRILL   ?=
 WORKERS ?= auto
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer chaos soak stack-up stack-down services
+.PHONY: help demo test check model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer chaos soak restore-drill stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -61,6 +62,9 @@ chaos: $(STAMP) services ## 5,000 jobs under kills, stops, restarts and lost rep
 
 soak: $(STAMP) services ## the same for ten minutes at a steady rate, ages bounded (BENCH="--seconds 3600")
 	$(PY) bench/chaos/run.py --soak $(BENCH)
+
+restore-drill: $(STAMP) services ## five kinds of restore, from the copy to publishing again, then without each guard (DRILL="--kind standby")
+	$(PY) bench/restore_drill/run.py $(DRILL)
 
 bench-replay: $(STAMP) services ## a topic becomes a projection, killed once, bounds checked (BENCH="--count 100000")
 	$(PY) bench/replay.py $(BENCH)

@@ -18,6 +18,7 @@ from fencepost.jobs.fence import Fence
 from fencepost.jobs.journal_records import Begin, Outcome
 from fencepost.jobs.journal_writer import Writer
 from fencepost.jobs.publish import publish
+from fencepost.jobs.reconcile import reconcile
 from fencepost.jobs.recovery import holds
 from fencepost.jobs.submit import submit
 from fencepost.schemas import arming, migrate
@@ -176,6 +177,22 @@ def test_begins_of_the_runners_journals_are_unknown_and_those_of_lost_jobs_are_n
         with pytest.raises(EffectOpen):
             begun(conn, claimed_one(conn, "lost"))
         begun(conn, claimed_one(conn, "new"))  # the control
+        assert what_is_held(conn) == {"begun, and its job is lost", "effect unknown"}
+        reconcile(
+            *(conn, "t", "lost", "e1"),
+            version=0,
+            verdict="applied",
+            evidence_kind="receipt_lookup",
+            evidence_ref="provider/1",
+            receipt="r-1",
+            actor="ann",
+            reason="asked",
+        )
+        assert what_is_held(conn) == {"effect unknown"}
+
+
+def what_is_held(conn: Conn) -> set[str]:
+    return {h.what for h in holds(conn)} - {"effects suspect", "can resume"}
 
 
 def claimed_one(conn: Conn, operation: str) -> Fence:

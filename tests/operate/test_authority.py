@@ -124,6 +124,20 @@ def test_a_restored_database_is_recovered_and_says_what_can_resume(made: Restore
         assert claim(conn, "b", [CLASS], 1) == []
 
 
+def test_a_dump_of_this_moment_in_another_database_is_not_taken_for_a_restart(
+    made: Restores, fencepost: Fencepost
+) -> None:
+    live = fencepost(made.live, "authority", "status")
+    assert live.out.startswith("armed: this database may publish")
+
+    # Its tip is equal: nothing was lost yet, and the other one may still be at work.
+    copy = made.restored(made.copy())
+
+    for asked in (fencepost(copy, "authority", "status"), fencepost(copy, "doctor")):
+        assert "another database than the witness saw" in asked.out and "after a plain restart" not in asked.out
+    assert asked.code == 1
+
+
 def test_a_guard_arms_again_after_a_restart_and_beats_until_it_is_told_to_end(
     database18: Database, tmp_path: Path
 ) -> None:

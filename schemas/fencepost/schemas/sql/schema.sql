@@ -1249,7 +1249,11 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     FROM fencepost.effect AS e WHERE e.state = 'unknown' GROUP BY e.assignee, e.tenant, e.class
     UNION ALL
     SELECT 'begun, and its job is lost', 'operator', b.tenant, b.class, count(*), min(b.found_at)
-    FROM fencepost.lost_begin AS b GROUP BY b.tenant, b.class
+    FROM fencepost.lost_begin AS b
+    -- Submitted again and known by now, it is an effect like any other.
+    WHERE NOT EXISTS (SELECT FROM fencepost.effect AS e
+                      WHERE e.tenant = b.tenant AND e.operation = b.operation AND e.effect_key = b.effect_key)
+    GROUP BY b.tenant, b.class
 $$;
 
 -- The first entry of the history whose hash does not follow from the one before it; null when the whole chain holds.
