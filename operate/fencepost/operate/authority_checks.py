@@ -22,7 +22,7 @@ __all__ = ["Tip", "armed", "heartbeat", "read_tip", "witness"]
 BEAT_SECONDS_MAX = 15.0
 LOOKS, LOOK_SECONDS = 5, 0.05
 TIP: LiteralString = """
-SELECT t.installation, t.seq, t.nonce, t.system_identifier, t.timeline, t.armed, t.beat_at,
+SELECT t.installation, t.seq, t.nonce, t.system_identifier, t.timeline, t.database_oid, t.armed, t.beat_at,
        extract(epoch FROM clock_timestamp() - t.beat_at)::float AS beat_seconds
 FROM fencepost.tip() AS t"""
 
@@ -35,6 +35,7 @@ class Tip(NamedTuple):
     nonce: UUID
     system_identifier: int
     timeline: int
+    database_oid: int
     armed: bool
     beat_at: datetime
     beat_seconds: float
@@ -76,8 +77,7 @@ def witness(conn: Connection[Any], state: Path | Witness) -> Finding:
     tip, record = _look(conn, state)
     path = as_witness(state).place
     if isinstance(record, str):
-        level = warn if tip.armed else fail
-        return level("witness", record)
+        return fail("witness", f"{record}; without it nothing arms this database after its next restart")
     found = difference(record, tip)
     if found is not None:
         return fail("witness", f"{path}: {found}")
@@ -101,6 +101,8 @@ def difference(record: Record, tip: Tip) -> str | None:
         return "the witness belongs to another installation; check FENCEPOST_STATE"
     if record.system_identifier != tip.system_identifier:
         return "the database runs on another system than the witness saw"
+    if record.database_oid != tip.database_oid:
+        return "this is another database than the witness saw: a copy or a restore"
     if record.timeline != tip.timeline:
         return "the database runs on another timeline than the witness saw"
     marks = [record.head] if record.intended is None else [record.head, record.intended]
