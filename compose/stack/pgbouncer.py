@@ -17,9 +17,11 @@ PROGRAM = "pgbouncer"
 
 
 class PgBouncer:
-    """A transaction-mode pooler for every database of the target; `pool_size` server connections per database."""
+    """A pooler, in transaction mode unless told otherwise, for every database of the target; `pool_size` server connections per database."""
 
-    def __init__(self, target: str, *, pool_size: int = 4, users: Sequence[str] = ("postgres",)) -> None:
+    def __init__(
+        self, target: str, *, pool_size: int = 4, users: Sequence[str] = ("postgres",), mode: str = "transaction"
+    ) -> None:
         self._program = program()
         self.version = run([self._program, "--version"], user=places.plain_user(), cwd=Path("/")).split()[1]
         self.pool_size = pool_size
@@ -40,7 +42,7 @@ class PgBouncer:
             "auth_type = trust",
             f"auth_file = {accounts}",
             "admin_users = postgres",
-            "pool_mode = transaction",
+            f"pool_mode = {mode}",
             f"default_pool_size = {pool_size}",
             "reserve_pool_size = 0",
             "max_client_conn = 200",

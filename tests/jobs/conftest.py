@@ -27,6 +27,7 @@ TABLES = (
     "job",
     "turn",
     "paused",
+    "lifecycle",
     "job_class",
     "decision",
     "tenant",

@@ -97,14 +97,12 @@ def test_database_without_the_schema_says_what_to_run(empty_database: Database, 
     assert failing(done) == {"migrations": "none is applied in this database; run `fencepost migrate`"}
 
 
-def test_missing_witness_is_a_warning_while_armed_and_a_failure_when_disarmed(
-    database: Database, fencepost: Fencepost
-) -> None:
+def test_missing_witness_is_a_failure_while_armed_and_when_disarmed(database: Database, fencepost: Fencepost) -> None:
     healthy(fencepost, database)
     (database.state / "witness.json").unlink()
     lost = fencepost(database, "doctor")
-    assert lost.code == 0
-    assert "warn  witness" in lost.out and "FENCEPOST_STATE" in lost.out
+    assert lost.code == 1
+    assert list(failing(lost)) == ["witness"] and "FENCEPOST_STATE" in failing(lost)["witness"]
 
     with database.connect(autocommit=True) as conn:
         conn.execute("UPDATE fencepost.ticket SET nonce = nonce")

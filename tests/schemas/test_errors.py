@@ -46,6 +46,7 @@ CODES = {
     "ZF041": "RoutesChanged",
     "ZF050": "UnknownJob",
     "ZF051": "UnknownClass",
+    "ZF060": "SecondOwner",
     "ZF061": "Restricted",
 }
 GROUPS = (Refused, Unresolved, NotDispatched, Damaged)

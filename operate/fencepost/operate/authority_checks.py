@@ -77,8 +77,7 @@ def witness(conn: Connection[Any], state: Path | Witness) -> Finding:
     tip, record = _look(conn, state)
     path = as_witness(state).place
     if isinstance(record, str):
-        level = warn if tip.armed else fail
-        return level("witness", record)
+        return fail("witness", f"{record}; without it nothing arms this database after its next restart")
     found = difference(record, tip)
     if found is not None:
         return fail("witness", f"{path}: {found}")

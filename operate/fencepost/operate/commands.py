@@ -23,6 +23,7 @@ from fencepost.operate import (
     logs,
     migrate,
     orphans,
+    owner,
     parked,
     protected,
     queues,
@@ -78,6 +79,7 @@ jobs.app.command("resume")(queues.resume_)
 jobs.app.command("queues")(queues.queues)
 jobs.app.command("orphans")(orphans.orphans)
 jobs.app.add_typer(schedules.app, name="schedules")
+jobs.app.add_typer(owner.app, name="owner")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")

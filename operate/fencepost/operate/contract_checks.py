@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, LiteralString
+from uuid import uuid4
 
+import psycopg
 from psycopg import Connection
 from psycopg.errors import InsufficientPrivilege
 from psycopg.rows import scalar_row
 
 from fencepost.operate.findings import Finding, fail, ok, warn
 from fencepost.schemas import grants, migrate, privileges
+from fencepost.schemas.connect import ANSWER_SECONDS, connect
 
-__all__ = ["definers", "encoding", "installed", "migrations", "pooler", "public", "roles", "server"]
+__all__ = ["definers", "doorbell", "encoding", "installed", "migrations", "pooler", "public", "roles", "server"]
 
 NEWEST_TESTED = 18
 NAMES_MAX = 5
+RING_SECONDS = 2.0
 
 ENCODING: LiteralString = "SELECT current_setting('server_encoding')"
 BACKEND: LiteralString = "SELECT pg_backend_pid()"
+LISTEN: LiteralString = "LISTEN fencepost_check"
+RING: LiteralString = "SELECT pg_notify('fencepost_check', %(word)s)"
 INSTALLED: LiteralString = "SELECT to_regclass('fencepost.installation') IS NOT NULL"
 INSTALLATIONS: LiteralString = "SELECT count(*) FROM fencepost.installation"
 USAGE: LiteralString = "SELECT has_schema_privilege('fencepost', 'USAGE')"
@@ -56,14 +63,43 @@ def encoding(conn: Connection[Any]) -> Finding:
     return ok("encoding", "UTF8")
 
 
-def pooler(conn: Connection[Any]) -> Finding:
-    """Whether somebody else's session answers: a pooler gives a client another process number than the server's own."""
+def pooler(conn: Connection[Any], dsn: str) -> Finding:
+    """Whether somebody else's session answers: a pooler gives a client another process number than the server's own.
+
+    It must keep a transaction together; asked on a connection of its own, which such a pooler ends.
+    """
     if _value(conn, BACKEND) == conn.info.backend_pid:
         return ok("pooler", "none: this is a direct connection")
+    try:
+        with connect(dsn) as other:
+            together = _value(other, BACKEND) == _value(other, BACKEND)
+    except psycopg.Error:
+        together = False
+    if not together:
+        return fail(
+            "pooler",
+            "a pooler stands in between that keeps no transaction together (statement mode); set its pool_mode to"
+            " transaction or session, or connect to the server itself",
+        )
     return ok(
         "pooler",
         "a pooler stands in between; transaction mode is fine here, and your own connections need"
         " prepare_threshold=None there",
+    )
+
+
+def doorbell(conn: Connection[Any], dsn: str, answer: float = ANSWER_SECONDS) -> Finding:
+    """Rings from one connection and listens on another: a pooler in transaction mode lets nothing through."""
+    word = uuid4().hex
+    with connect(dsn, autocommit=True, answer_within=answer) as listening:
+        listening.execute(LISTEN)
+        conn.execute(RING, {"word": word})
+        until = time.monotonic() + RING_SECONDS
+        while (left := until - time.monotonic()) > 0:
+            if any(found.payload == word for found in listening.notifies(timeout=left, stop_after=1)):
+                return ok("doorbell", "a notification arrives")
+    return fail(
+        "doorbell", "no notification arrives: connect to the server itself, not to a pooler in transaction mode"
     )
 
 

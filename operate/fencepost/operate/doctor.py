@@ -18,6 +18,7 @@ from fencepost.operate import (
     authority_checks,
     contract_checks,
     inbox,
+    lifecycle_checks,
     printing,
     protected,
     queues,
@@ -38,7 +39,8 @@ __all__ = ["doctor", "examine", "show"]
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Look at connection, contract, authority and settings; exit code 1 when something must be changed."""
     chosen = settings.load()
-    if show(examine(chosen.dsn(), chosen.outside()), as_json=as_json):
+    bell = chosen.relay.doorbell or chosen.worker.doorbell
+    if show(examine(chosen.dsn(), chosen.outside(), doorbell=bell), as_json=as_json):
         raise typer.Exit(int(ExitCode.REFUSED))
 
 
@@ -58,7 +60,7 @@ def show(findings: Iterable[Finding], *, as_json: bool) -> int:
     return failed
 
 
-def examine(dsn: str, state: Path | Witness) -> Iterator[Finding]:
+def examine(dsn: str, state: Path | Witness, *, doorbell: bool = False) -> Iterator[Finding]:
     """Every finding, in the order in which one would look; stops where the rest cannot be looked at."""
     yield _variables()
     try:
@@ -68,8 +70,11 @@ def examine(dsn: str, state: Path | Witness) -> Iterator[Finding]:
         return
     with conn:
         yield ok("connection", f"{address(dsn)} answers")
-        for check in (contract_checks.server, contract_checks.encoding, contract_checks.pooler):
+        for check in (contract_checks.server, contract_checks.encoding):
             yield _checked(check, conn)
+        yield _checked(lambda c: contract_checks.pooler(c, dsn), conn, "pooler")
+        if doorbell:
+            yield _checked(lambda c: contract_checks.doorbell(c, dsn), conn, "doorbell")
         missing = contract_checks.installed(conn)
         if missing is not None:
             yield missing
@@ -81,6 +86,9 @@ def examine(dsn: str, state: Path | Witness) -> Iterator[Finding]:
             contract_checks.roles,
         ):
             yield _checked(check, conn)
+        yield from lifecycle_checks.loops(conn)
+        yield _checked(lifecycle_checks.author, conn)
+        yield _checked(lifecycle_checks.owners, conn, "owner")
         yield _checked(lambda c: authority_checks.armed(c, state), conn, "armed")
         yield _checked(lambda c: authority_checks.witness(c, state), conn, "witness")
         yield _checked(authority_checks.heartbeat, conn)

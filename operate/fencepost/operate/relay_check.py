@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, LiteralString
-from uuid import uuid4
 
 import psycopg
 from psycopg import Connection
@@ -24,9 +23,6 @@ from fencepost.schemas.errors import ConfigError, FencepostError
 
 __all__ = ["examine"]
 
-RING_SECONDS = 2.0
-LISTEN: LiteralString = "LISTEN fencepost_check"
-RING: LiteralString = "SELECT pg_notify('fencepost_check', %(word)s)"
 # The outbox takes no larger payload.
 PAYLOAD_BYTES = 1_048_576
 ARMED: LiteralString = "SELECT fencepost.armed()"
@@ -66,7 +62,7 @@ def examine(
                 origin = _told(conn)
                 yield from _database(conn, made)
                 if doorbell:
-                    yield _doorbell(conn, dsn, pace)
+                    yield contract_checks.doorbell(conn, dsn, pace.answer)
     except (FencepostError, psycopg.Error) as error:
         yield fail("database", line_of(error))
     for destination in made:
@@ -86,21 +82,6 @@ def _database(conn: Connection[Any], destinations: Sequence[Destination]) -> Ite
     yield _looked(conn, _armed, "armed")
     for destination in destinations:
         yield _looked(conn, partial(_routes, destination=destination), f"routes {destination.name}")
-
-
-def _doorbell(conn: Connection[Any], dsn: str, pace: Pace) -> Finding:
-    """Rings from one connection and listens on another: a pooler in transaction mode lets nothing through."""
-    word = uuid4().hex
-    with connect(dsn, autocommit=True, answer_within=pace.answer) as listening:
-        listening.execute(LISTEN)
-        conn.execute(RING, {"word": word})
-        until = time.monotonic() + RING_SECONDS
-        while (left := until - time.monotonic()) > 0:
-            if any(found.payload == word for found in listening.notifies(timeout=left, stop_after=1)):
-                return ok("doorbell", "a notification arrives")
-    return fail(
-        "doorbell", "no notification arrives: connect to the server itself, not to a pooler in transaction mode"
-    )
 
 
 def _looked(conn: Connection[Any], look: Callable[[Connection[Any]], Finding], name: str) -> Finding:

@@ -51,6 +51,7 @@ __all__ = [
     "ReplayRefused",
     "Restricted",
     "RoutesChanged",
+    "SecondOwner",
     "StaleEffectAttempt",
     "StaleFence",
     "StaleSlot",
@@ -283,6 +284,10 @@ class UnknownJob(Refused, FromDatabase, code="ZF050"):
 
 class Restricted(Refused, FromDatabase, code="ZF061"):
     """A login was revoked, a tenant suspended or a class disabled; an authority admin may lift that."""
+
+
+class SecondOwner(Refused, FromDatabase, code="ZF060"):
+    """Another implementation owns the lifecycle of this class, or the owner has not drained: nothing was claimed or moved."""
 
 
 class UnknownClass(Refused, FromDatabase, code="ZF051"):

@@ -25,6 +25,10 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
      WHERE j.exec IN ('held', 'poison') OR j.exec IN ('queued', 'waiting') AND j.epoch <> greatest(i.floor, t.epoch)
      GROUP BY 1, 2, 3, 4)
     UNION ALL
+    SELECT 'owned by ' || l.implementation, l.implementation, j.tenant, l.class, count(*), min(j.changed_at)
+    FROM fencepost.lifecycle AS l JOIN fencepost.job AS j ON j.class = l.class AND j.exec IN ('queued', 'waiting')
+    GROUP BY l.implementation, j.tenant, l.class
+    UNION ALL
     SELECT 'effect unknown', e.assignee, e.tenant, e.class, count(*), min(e.unknown_since)
     FROM fencepost.effect AS e WHERE e.state = 'unknown' GROUP BY e.assignee, e.tenant, e.class
     UNION ALL

@@ -156,6 +156,9 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
+    IF EXISTS (SELECT FROM fencepost.lifecycle AS l WHERE l.class = ANY (p_classes)) THEN
+        PERFORM fencepost._require_owner(p_classes, 'fencepost');
+    END IF;
     LOCK TABLE fencepost.paused IN ROW SHARE MODE;
     p_classes := fencepost._enabled(p_classes);
     PERFORM fencepost._reap(p_classes, 100, p_marks);
