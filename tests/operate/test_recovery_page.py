@@ -91,13 +91,13 @@ def fits(printed: str, expected: tuple[str, ...]) -> bool:
         if line == LEFT_OUT:
             pattern += r"(?:.*\n)*"
         else:
-            pattern += ".*".join(re.escape(squeezed(part)) for part in line.split(LEFT_OUT)) + r"\n"
-    return re.fullmatch(pattern, "".join(squeezed(line).strip() + "\n" for line in printed.splitlines())) is not None
+            pattern += ".*".join(re.escape(part) for part in squeezed(line).split(LEFT_OUT)) + r"\n"
+    return re.fullmatch(pattern, "".join(squeezed(line) + "\n" for line in printed.splitlines())) is not None
 
 
-def squeezed(text: str) -> str:
-    """With single spaces."""
-    return re.sub(r"\s+", " ", text).removeprefix(" ") if text.startswith("  ") else re.sub(r"\s+", " ", text)
+def squeezed(line: str) -> str:
+    """With single spaces, and none at its ends."""
+    return re.sub(r"\s+", " ", line.strip())
 
 
 def given(conn: Conn, operation: str) -> None:
