@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, LiteralString
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import psycopg
 from psycopg import sql
@@ -98,9 +98,9 @@ class Worker:
     attempts: dict[str, EffectAttempt] = field(default_factory=dict[str, EffectAttempt])
 
     @classmethod
-    def with_journal(cls, name: str, provider: Client, folder: Path) -> Worker:
+    def with_journal(cls, name: str, provider: Client, folder: Path, machine: UUID) -> Worker:
         """One whose journal is kept."""
-        return cls(name, provider, Writer(folder, owner=name, machine=uuid4(), segment_bytes=1 << 20))
+        return cls(name, provider, Writer(folder, owner=name, machine=machine, segment_bytes=1 << 20))
 
     def claim(self, conn: Conn) -> set[str]:
         """Claims what is due; returns the operations."""

@@ -45,6 +45,7 @@ from fencepost.jobs import effects
 from fencepost.jobs.authority import By, lift, release, restrict, rotate, thaw
 from fencepost.jobs.claim import register_class
 from fencepost.jobs.fail import fail
+from fencepost.jobs.journal_disk import machine_id
 from fencepost.jobs.reconcile import Verdict, reconcile
 from fencepost.jobs.recovery import Recovered, holds, recover
 from fencepost.jobs.renew import renew
@@ -96,7 +97,7 @@ class Drill:
             self.state, self.journal = folder / "witness", folder / "journal"
             self.provider = self._opened.enter_context(Provider())
             client = Client(self.provider.port)
-            self.a = Worker.with_journal("a", client, self.journal)
+            self.a = Worker.with_journal("a", client, self.journal, machine_id())
             self.c = Worker("c", client)
             self.b = Worker("b", client)
             steps = (
