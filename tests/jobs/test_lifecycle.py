@@ -8,7 +8,7 @@ import pytest
 from fencepost.jobs.authority import By
 from fencepost.jobs.cancel import cancel, requeue
 from fencepost.jobs.claim import claim
-from fencepost.jobs.fail import release
+from fencepost.jobs.fail import fail, release
 from fencepost.jobs.lifecycle import FENCEPOST, Taken, give_back, hand_over, own, take_over
 from fencepost.jobs.publish import publish
 from fencepost.jobs.recovery import holds
@@ -16,7 +16,6 @@ from fencepost.jobs.submit import submit
 from fencepost.schemas.errors import (
     EffectOpen,
     EvidenceMissing,
-    FencepostError,
     InvalidInput,
     SecondOwner,
     UnknownClass,
@@ -170,9 +169,10 @@ def test_each_job_is_in_one_place_there_and_back_again(database: Database) -> No
         assert conn.execute("SELECT count(*) FROM fencepost.agenda WHERE priority = 0").fetchone() == (0,)
 
         assert not given_again(conn, "op-1"), "the same job, and it starts nothing here"
-        with pytest.raises(SecondOwner) as refused:
-            requeue(conn, "t", "op-1", CLASS, actor="ann", reason="why")
-        assert refused.value.field == "operation"
+        for act in (requeue, cancel):
+            with pytest.raises(SecondOwner, match=f"taken over by {THEM}") as refused:
+                act(conn, "t", "op-1", CLASS, actor="ann", reason="why")
+            assert refused.value.field == "operation"
 
         with conn.transaction():
             conn.execute("DELETE FROM theirs WHERE operation IN ('op-1', 'op-2')")
@@ -242,20 +242,30 @@ def test_nothing_is_given_back_that_is_not_there(database18: Database) -> None:
         assert show(conn, there) == "queued"
 
 
+def test_a_job_that_failed_for_a_reason_of_that_name_is_here(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        assert fail(conn, claimed(conn).fence, "transferred", final=True) == "poison"
+        requeue(conn, "t", "op-1", CLASS, actor="ann", reason="why")
+        assert show(conn) == "queued"
+        fail(conn, claimed(conn).fence, "transferred", final=True)
+        assert cancel(conn, "t", "op-1", CLASS, actor="ann", reason="why") == "cancelled"
+        assert cancel(conn, "t", "op-1", CLASS, actor="ann", reason="why") == "already_cancelled"
+        theirs(conn)
+        with pytest.raises(SecondOwner):
+            give_back(conn, CLASS, THEM, [("t", "op-1", 0)])
+
+
 @pytest.mark.parametrize("limit", [0, 1001])
 def test_batches_are_bounded(database18: Database, limit: int) -> None:
     with database18.connect(autocommit=True) as conn:
         given(conn)
         theirs(conn)
-        refused: list[FencepostError] = []
-        for call in (
-            lambda c: take_over(c, CLASS, THEM, limit),
-            lambda c: give_back(c, CLASS, THEM, [("t", f"op-{n}", 0) for n in range(limit)]),
-        ):
-            with pytest.raises(InvalidInput) as error:
-                call(conn)
-            refused.append(error.value)
-        assert [e.field for e in refused] == ["limit", "jobs"]
+        with pytest.raises(InvalidInput) as taking:
+            take_over(conn, CLASS, THEM, limit)
+        with pytest.raises(InvalidInput) as giving:
+            give_back(conn, CLASS, THEM, [("t", f"op-{n}", 0) for n in range(limit)])
+        assert (taking.value.field, giving.value.field) == ("limit", "jobs")
         with pytest.raises(InvalidInput):
             take_over(conn, CLASS, FENCEPOST, 1)
         assert len(take(conn, 1)) == 1

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import psycopg
@@ -181,7 +181,7 @@ def test_two_owners_at_work_are_one_line_and_exit_code_1(database18: Database, f
 
 
 @contextmanager
-def copied(database: Database) -> Iterator[Database]:
+def copied(database: Database) -> Generator[Database]:
     """The same database once more beside it, as a dump restored under another name would be, with the original's witness."""
     parts = conninfo_to_dict(database.dsn)
     name = f"{parts['dbname']}_copy"

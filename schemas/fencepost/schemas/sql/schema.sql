@@ -3519,6 +3519,8 @@ CREATE OR REPLACE FUNCTION fencepost.cancel(p_tenant text, p_operation text, p_c
 RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_exec text;
+    v_reason text;
+    v_detail text;
     v_verdict text := 'cancelled';
 BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
@@ -3526,12 +3528,14 @@ BEGIN
     PERFORM fencepost._enter();
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     PERFORM set_config('synchronous_commit', 'on', true);
-    SELECT j.exec INTO v_exec FROM fencepost.job AS j
+    SELECT j.exec, j.reason, j.detail INTO v_exec, v_reason, v_detail FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class FOR NO KEY UPDATE;
     IF NOT FOUND THEN
         PERFORM fencepost._refuse('ZF050', 'there is no such job', 'operation', 'check tenant, operation and class');
     ELSIF v_exec = 'done' THEN
         RETURN 'too_late';
+    ELSIF v_exec = 'cancelled' AND v_reason = 'transferred' THEN
+        PERFORM fencepost._refuse('ZF060', 'the job was taken over by ' || v_detail, 'operation', 'cancel it there, or let it be given back');
     ELSIF v_exec = 'cancelled' THEN
         RETURN 'already_cancelled';
     END IF;
@@ -3733,7 +3737,7 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
-    IF EXISTS (SELECT FROM fencepost.lifecycle AS l WHERE l.class = ANY (p_classes)) THEN
+    IF EXISTS (SELECT FROM fencepost.lifecycle) THEN
         PERFORM fencepost._require_owner(p_classes, 'fencepost');
     END IF;
     LOCK TABLE fencepost.paused IN ROW SHARE MODE;

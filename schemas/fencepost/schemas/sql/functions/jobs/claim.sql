@@ -156,7 +156,7 @@ BEGIN
         PERFORM fencepost._refuse('ZF051', 'a class is not registered', 'class', 'register it before it is claimed');
     END IF;
     PERFORM fencepost._enter();
-    IF EXISTS (SELECT FROM fencepost.lifecycle AS l WHERE l.class = ANY (p_classes)) THEN
+    IF EXISTS (SELECT FROM fencepost.lifecycle) THEN
         PERFORM fencepost._require_owner(p_classes, 'fencepost');
     END IF;
     LOCK TABLE fencepost.paused IN ROW SHARE MODE;
