@@ -3,6 +3,7 @@
 HELD = "the job's row is locked before, and whoever changes an effect's state, version or receipt locks that row first"
 
 EQUIVALENT: dict[str, str] = {
+    "claim: IF EXISTS (SELECT FROM fencepost.lifecycle) -> true": "saves a call: where no class was handed over it refuses none",
     "_publication_guard: no FOR NO KEY UPDATE": (
         "fence() locks the job's row in the same (sub)transaction that inserts the row which fires this; they end together"
     ),
