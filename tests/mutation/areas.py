@@ -46,7 +46,7 @@ JOBS = Area(
     },
     {
         "jobs/fence.sql": (*ALL, "jobs/test_fence.py", "jobs/test_cancel.py"),
-        "jobs/claim.sql": (*ALL, "jobs/test_claim.py", "jobs/test_fence.py", "jobs/test_hot_path.py", "jobs/test_lifecycle.py"),
+        "jobs/claim.sql": (*ALL, "jobs/test_lease_pointers.py", "jobs/test_claim.py", "jobs/test_fence.py", "jobs/test_hot_path.py", "jobs/test_lifecycle.py"),
         "jobs/complete_many.sql": (*ALL, "jobs/test_hot_path.py"),
         "jobs/submit.sql": ("jobs/test_guard_refusals.py", "jobs/test_submit.py"),
         "jobs/cancel.sql": (*ALL, "jobs/test_cancel.py", "jobs/test_claim.py", "jobs/test_lifecycle.py"),
@@ -64,7 +64,7 @@ JOBS = Area(
         "tables": (*ALL, "jobs/test_fence.py", "jobs/test_reconciliation.py", "jobs/test_hot_path.py"),
     },
     (
-        *ALL, "jobs/test_fence.py", "jobs/test_variants.py", "jobs/test_effects.py", "jobs/test_claim.py", "jobs/test_hot_path.py",
+        *ALL, "jobs/test_lease_pointers.py", "jobs/test_fence.py", "jobs/test_variants.py", "jobs/test_effects.py", "jobs/test_claim.py", "jobs/test_hot_path.py",
         "jobs/test_cancel.py", "jobs/test_submit.py", "jobs/test_publish.py", "jobs/test_reconciliation.py", "jobs/test_lookup.py",
         "jobs/test_protect.py", "jobs/test_manifest.py", "jobs/test_journal_worker.py", "jobs/test_effect_faults.py", "jobs/test_lifecycle.py",
         "jobs/test_worker.py", "operate/test_effects_and_jobs.py", "model/test_conformance.py",
