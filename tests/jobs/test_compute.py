@@ -92,6 +92,19 @@ def test_closing_kills_what_runs_and_refuses_who_waits(tmp_path: Path) -> None:
     wait_for(lambda: gone(int((tmp_path / "pid").read_text())), 10.0, "its process to end")
 
 
+def test_who_gives_up_before_a_process_is_free_leaves_without_one(computers: Computers, tmp_path: Path) -> None:
+    first = threading.Thread(target=lambda: computers.run(computing.told, (str(tmp_path / "pid"), 5.0), None))
+    first.start()
+    wait_for((tmp_path / "pid").exists, 30.0, "the only process to be in use")
+    given_up = threading.Event()
+    given_up.set()
+    with pytest.raises(ComputationDied, match="nobody waits"):
+        computers.run(computing.told, (str(tmp_path / "second"), 0.0), None, given_up)
+    assert first.is_alive() and not (tmp_path / "second").exists()
+    first.join(30.0)
+    assert computers.run(computing.square, (2,), 30.0)[0] == 4
+
+
 def test_handlers_compute_elsewhere_and_a_lost_lease_kills_only_what_nobody_waits_for(
     database18: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

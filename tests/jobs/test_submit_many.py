@@ -128,6 +128,18 @@ def test_the_database_itself_refuses_what_another_client_may_send(database18: Da
         assert refused.value.field == "jobs"
 
 
+def test_the_database_itself_bounds_the_priority_of_a_single_job(database18: Database) -> None:
+    call = "SELECT fencepost.submit('t', %s, 'report.analyse', '{}', 'ref:x', NULL, NULL, %s)"
+    with database18.connect(autocommit=True) as conn:
+        for operation, priority in (("most", 1_000_000), ("least", -1_000_000)):
+            assert conn.execute(call, (operation, priority)).fetchone() == (True,)
+        for priority in (1_000_001, -1_000_001, 2_147_483_646):
+            with pytest.raises(InvalidInput) as refused:
+                conn.execute(call, ("beyond", priority))
+            assert refused.value.field == "priority" and refused.value.hint
+        assert [row[1] for row in rows(conn)] == ["least", "most"]
+
+
 def test_a_long_bulk_goes_in_batches_and_is_claimed(database18: Database) -> None:
     with database18.connect() as conn:
         many = (Submission("t", f"o{n:05}", {"n": n}) for n in range(2501))

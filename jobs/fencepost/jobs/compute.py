@@ -44,8 +44,9 @@ class Computers:
     ) -> T:
         """What ``function(*args)`` returns or raises; waits for a free process, then ``timeout`` seconds at most.
 
-        Once ``given_up`` is set, nobody waits for the result: its process is killed. Raises ComputationDied when its process ended (killed, out of memory, crashed, too late, worker stopped),
-        InvalidInput when function or args cannot be sent to another process.
+        Once ``given_up`` is set, nobody waits for the result: it is not begun, or its process is killed. Raises
+        ComputationDied when its process ended (killed, out of memory, crashed, too late, worker stopped), InvalidInput when
+        function or args cannot be sent to another process.
         """
         try:
             sent = pickle.dumps((function, args))
@@ -55,16 +56,20 @@ class Computers:
                 field="function",
                 hint="a function at module level, and values that can be pickled",
             ) from None
-        with self._borrowed() as computer:
-            returned, value = computer.ask(sent, timeout, given_up or threading.Event())
+        given_up = given_up or threading.Event()
+        with self._borrowed(given_up) as computer:
+            returned, value = computer.ask(sent, timeout, given_up)
         if returned:
             return cast(T, value)
         raise value
 
     @contextmanager
-    def _borrowed(self) -> Generator[Computer]:
+    def _borrowed(self, given_up: threading.Event) -> Generator[Computer]:
         with self._free:
-            self._free.wait_for(lambda: self._closed or self._idle or len(self._all) < self._size)
+            while not (self._closed or self._idle or len(self._all) < self._size):
+                if given_up.is_set():
+                    raise ComputationDied("nobody waits for it any more", field="computation")
+                self._free.wait(LOOK_SECONDS)
             if self._closed:
                 raise ComputationDied("the worker stops", field="computation")
             computer = self._idle.pop() if self._idle else Computer()

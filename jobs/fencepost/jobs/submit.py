@@ -121,5 +121,7 @@ def as_instant(run_at: datetime | None) -> datetime | None:
 def as_priority(priority: int) -> int:
     """A whole number within bounds, or InvalidInput."""
     if type(priority) is not int or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
-        raise InvalidInput(f"priority is not a whole number within ±{PRIORITY_MAX}", field="priority")
+        raise InvalidInput(
+            f"priority is not a whole number within ±{PRIORITY_MAX}", field="priority", hint="0 is the default"
+        )
     return priority

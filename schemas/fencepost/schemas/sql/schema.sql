@@ -5126,7 +5126,8 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'run_at is not within the next ten years', 'run_at', 'give an instant with a time zone');
     ELSIF p_priority NOT BETWEEN -1000000 AND 1000000 THEN
         -- What lies beyond is the agenda's own.
-        PERFORM fencepost._refuse('ZF003', 'priority is not within a million', 'priority', NULL);
+        PERFORM fencepost._refuse('ZF003', 'priority is not within a million', 'priority',
+            'give a whole number from -1000000 to 1000000');
     END IF;
     v_epoch := fencepost._epoch(p_tenant);
     v_suspect := fencepost._suspect(p_tenant, p_operation, p_class, p_source_event);
@@ -5223,7 +5224,8 @@ BEGIN
     SELECT min(u.item) INTO v_item FROM unnest(p_priorities) WITH ORDINALITY AS u (priority, item)
     WHERE u.priority NOT BETWEEN -1000000 AND 1000000;
     IF v_item IS NOT NULL THEN
-        PERFORM fencepost._refuse('ZF003', format('priority of job %s is not within a million', v_item), 'priority', NULL);
+        PERFORM fencepost._refuse('ZF003', format('priority of job %s is not within a million', v_item), 'priority',
+            'give a whole number from -1000000 to 1000000');
     END IF;
     WITH epoch AS MATERIALIZED (
         SELECT t.tenant, fencepost._epoch(t.tenant) AS epoch FROM (SELECT DISTINCT u.tenant FROM unnest(p_tenants) AS u (tenant)) AS t

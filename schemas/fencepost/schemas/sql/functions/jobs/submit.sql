@@ -20,7 +20,8 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'run_at is not within the next ten years', 'run_at', 'give an instant with a time zone');
     ELSIF p_priority NOT BETWEEN -1000000 AND 1000000 THEN
         -- What lies beyond is the agenda's own.
-        PERFORM fencepost._refuse('ZF003', 'priority is not within a million', 'priority', NULL);
+        PERFORM fencepost._refuse('ZF003', 'priority is not within a million', 'priority',
+            'give a whole number from -1000000 to 1000000');
     END IF;
     v_epoch := fencepost._epoch(p_tenant);
     v_suspect := fencepost._suspect(p_tenant, p_operation, p_class, p_source_event);

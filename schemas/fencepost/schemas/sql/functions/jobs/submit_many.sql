@@ -40,7 +40,8 @@ BEGIN
     SELECT min(u.item) INTO v_item FROM unnest(p_priorities) WITH ORDINALITY AS u (priority, item)
     WHERE u.priority NOT BETWEEN -1000000 AND 1000000;
     IF v_item IS NOT NULL THEN
-        PERFORM fencepost._refuse('ZF003', format('priority of job %s is not within a million', v_item), 'priority', NULL);
+        PERFORM fencepost._refuse('ZF003', format('priority of job %s is not within a million', v_item), 'priority',
+            'give a whole number from -1000000 to 1000000');
     END IF;
     WITH epoch AS MATERIALIZED (
         SELECT t.tenant, fencepost._epoch(t.tenant) AS epoch FROM (SELECT DISTINCT u.tenant FROM unnest(p_tenants) AS u (tenant)) AS t
