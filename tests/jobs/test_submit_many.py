@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -17,7 +16,7 @@ from fencepost.schemas.connect import connect_async
 from fencepost.schemas.errors import InvalidInput, OperationConflict, WrongTransaction
 from fencepost.schemas.identity import as_class
 from support.database import Database
-from support.jobs import CLASS, Conn, two
+from support.jobs import CLASS, Background, Conn, two, waiting
 
 ONE: dict[str, Any] = {"tenant": "t", "operation": "a", "args": {"n": 1}}
 
@@ -152,23 +151,21 @@ def test_a_long_bulk_goes_in_batches_and_is_claimed(database18: Database) -> Non
         assert [job.operation for job in claim(conn, "w", [CLASS], 3)] == ["o00000", "o00001", "o00002"]
 
 
-def test_two_bulks_of_the_same_jobs_in_opposite_order_do_not_block_each_other_for_good(database18: Database) -> None:
-    jobs = [Submission("t", f"o{n:03}", {"n": n}) for n in range(200)]
-    results: list[list[bool]] = []
+def test_a_bulk_waits_for_others_in_the_order_of_operations_and_never_in_a_circle(database18: Database) -> None:
+    """It was given the second job first: while it waits for the first one, it must not hold the second."""
+    with two(database18) as (auto, manual):
+        assert submit(manual, CLASS, tenant="t", operation="a", args={"n": 1})
 
-    def bulk(order: list[Submission], together: threading.Barrier) -> None:
-        with database18.connect() as conn:
-            together.wait(10)
-            results.append(submit_many(conn, CLASS, order))
-            conn.commit()
+        def bulk(conn: Conn) -> list[bool]:
+            with conn.transaction():
+                return submit_many(conn, CLASS, [one(operation="b"), one(operation="a")])
 
-    together = threading.Barrier(2)
-    threads = [threading.Thread(target=bulk, args=(order, together)) for order in (jobs, jobs[::-1])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(sum(new) for new in results) == [0, 200]
+        behind = Background(database18, bulk)
+        waiting(auto, behind.pid)
+        assert submit(manual, CLASS, tenant="t", operation="b", args={"n": 1})
+        manual.commit()
+        assert behind.outcome() == [False, False]
+        assert [row[1] for row in rows(auto)] == ["a", "b"]
 
 
 def test_the_asynchronous_form_is_the_same(database18: Database) -> None:
