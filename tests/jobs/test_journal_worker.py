@@ -121,8 +121,10 @@ def test_with_a_journal_that_cannot_be_written_no_effect_is_begun_nothing_is_cla
     journal = Journal(tmp_path / "j", disk=disk.disk)
     with Provider() as provider, database18.connect(autocommit=True) as conn:
         given(conn, "before", max_attempts=3)
-        with running(worker(journal, Client(provider.port), max_attempts=3), database18, concurrency=1):
+        made = worker(journal, Client(provider.port), max_attempts=3)
+        with running(made, database18, concurrency=1):
             becomes(conn, "done", "before")
+            assert made.standing.readiness()[1]["state"] == "ready"
             disk.fail_sync = BROKEN
             given(conn, "during", max_attempts=3)
             wait_for(lambda: column(conn, "reason", "during") == "not_dispatched", 10, "the begin to be refused")
@@ -131,11 +133,13 @@ def test_with_a_journal_that_cannot_be_written_no_effect_is_begun_nothing_is_cla
             syncs = disk.syncs
             wait_for(lambda: disk.syncs >= syncs + 2, 20, "the journal to be opened anew in vain")
             assert (column(conn, "attempts", "during"), column(conn, "attempts", "later")) == (attempts, 0)
+            assert made.standing.readiness()[1]["state"] == "journal" and not made.standing.readiness()[0]
             assert attempts == 1 and provider.accepted == [key("before")]
             assert conn.execute("SELECT count(*) FROM fencepost.effect WHERE operation <> 'before'").fetchone() == (0,)
             disk.fail_sync = 0
             becomes(conn, "done", "during")
             becomes(conn, "done", "later")
+            assert made.standing.readiness()[1]["state"] == "ready"
         assert sorted(provider.accepted) == sorted(map(key, ("before", "during", "later")))
     assert "no effect is begun: the journal could not be synced" in caplog.text
     assert not begins(tmp_path / "j").unmatched and read(tmp_path / "j")[0].damage is None
