@@ -62,7 +62,8 @@ def reserving(
         answer = (yield from execute(pgconn))[-1]
     else:
         answer = yield from _piped(pgconn, opening, _encoded(conn, values), prepare=uses == threshold)
-        _uses[conn] = threshold + 1
+        if uses == threshold:
+            _uses[conn] = threshold + 1
     if answer.status != ExecStatus.TUPLES_OK:
         error = error_from_result(answer)
         if isinstance(error, (InvalidSqlStatementName, DuplicatePreparedStatement, FeatureNotSupported)):
