@@ -30,7 +30,7 @@ from fencepost.jobs.journal_records import Begin
 from fencepost.jobs.journal_scan import scan
 from fencepost.schemas import arming
 from fencepost.schemas.connect import connect
-from fencepost.schemas.witness import Mark, Record, Witness, confirm, intend
+from fencepost.schemas.witness import Mark, Record, Witness, confirm
 
 __all__ = ["Hold", "Recovered", "holds", "present_journals", "recover"]
 
@@ -106,12 +106,14 @@ def recover(
             presented, lost, damaged = present_journals(conn, () if dry_run else journals)
             found = tuple(holds(conn))
             return Recovered(tip.epoch, presented=presented, lost=lost, damaged=damaged, holds=found, already=True)
-        record = arming.moved(outside.read(), tip)
+        record = outside.read()
         mark = beyond(record, tip)
         values = arming.parameters(record, mark) | {"numbers": numbers} | by.values()
         if not dry_run:
-            # Crash here: [U1] told and not recovered: as disarmed as before; a recovery begins anew, one epoch further.
-            record = intend(outside, record, mark)
+            # Crash here: [U1] told and not recovered: as disarmed as before; a recovery begins anew, one epoch further. Where
+            # the witness saw the database last is told after it: before, a keeper would arm this one as it is.
+            record = replace(record, recovering=mark)
+            outside.write(record)
         row = conn.execute(RECOVER, values).fetchone()
         assert row is not None
         epoch, era, jobs, unknown, unsent = row
@@ -121,8 +123,8 @@ def recover(
             conn.rollback()
             return done
         conn.commit()
-        # Crash here: [U2] recovered and not confirmed: the intended turn is found as the tip.
-        confirm(outside, record, mark)
+        # Crash here: [U2] recovered and not confirmed: the recovery's turn is found as the tip.
+        confirm(outside, replace(arming.moved(record, tip), recovering=None), mark)
         presented, lost, damaged = present_journals(conn, journals)
         return replace(done, presented=presented, lost=lost, damaged=damaged, holds=tuple(holds(conn)))
 
@@ -132,8 +134,7 @@ def beyond(record: Record, tip: arming.Tip) -> Mark:
 
     Invariant: the epoch is counted from the witness; the restored database has forgotten the newest ones.
     """
-    marks = [m for m in (record.head, record.intended) if m is not None]
-    seq = max(tip.seq, *(m.seq for m in marks))
+    seq = max(tip.seq, *(mark.seq for mark in record.marks))
     return Mark(seq + 1, uuid4(), max(record.epoch, tip.epoch) + 1)
 
 
