@@ -1071,6 +1071,7 @@ DECLARE
     v_made text[];
 BEGIN
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid, p_sealed);
     PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
@@ -1115,6 +1116,7 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.lease_duty(p_name text, p_owner uuid, p_lease interval)
 RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     INSERT INTO fencepost.duty AS d (name, owner, lease_until) VALUES (p_name, p_owner, clock_timestamp() + p_lease)
     ON CONFLICT (name) DO UPDATE SET owner = p_owner, lease_until = clock_timestamp() + p_lease
         WHERE d.owner = p_owner OR d.lease_until <= clock_timestamp();
@@ -1225,6 +1227,7 @@ BEGIN
         PERFORM fencepost._require_identity('tenant', p_tenant);
         INSERT INTO fencepost.tenant (tenant, epoch, frozen) VALUES (p_tenant, fencepost._epoch(p_tenant), p_frozen)
         ON CONFLICT (tenant) DO UPDATE SET frozen = p_frozen, changed_at = clock_timestamp();
+        PERFORM fencepost._outdate();
     END IF;
     PERFORM fencepost._log_authority(CASE WHEN p_frozen THEN 'frozen' ELSE 'thawed' END, jsonb_build_object(
         'tenant', p_tenant, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
@@ -1314,6 +1317,7 @@ BEGIN
     END IF;
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
     LOCK TABLE fencepost.outbox, fencepost.job IN SHARE ROW EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     IF fencepost.armed() THEN
         PERFORM fencepost._refuse('ZF003', 'the database is armed: there is nothing to recover', 'armed', 'see: fencepost authority status');
@@ -1629,6 +1633,7 @@ BEGIN
         RETURN false;
     END IF;
     UPDATE fencepost.tenant SET suspended = false, changed_at = clock_timestamp() WHERE p_kind = 'tenant' AND tenant = p_subject;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('lifted', jsonb_build_object(
         'restriction', p_kind || ':' || p_subject, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
     RETURN true;
@@ -1667,6 +1672,22 @@ BEGIN
     PERFORM fencepost._require_authority_version(p_version);
 END $$;
 
+-- What a change of authority ends with where it changes nothing of the installation's row: whoever enters with an older snapshot
+-- is refused (40001) by that row, and cannot act upon what was before.
+CREATE OR REPLACE FUNCTION fencepost._outdate()
+RETURNS void LANGUAGE sql AS $$
+    UPDATE fencepost.installation SET floor = floor
+$$;
+
+-- Refuses a login that was revoked, where `_enter` does not: the database need not be armed.
+CREATE OR REPLACE FUNCTION fencepost._require_login()
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM fencepost.restriction AS r WHERE r.kind = 'principal' AND r.subject = session_user) THEN
+        PERFORM fencepost._refuse('ZF061', 'this login is revoked', 'principal', 'an authority admin may lift it: fencepost authority lift');
+    END IF;
+END $$;
+
 CREATE OR REPLACE FUNCTION fencepost._require_authority_version(p_version bigint)
 RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
@@ -1678,10 +1699,12 @@ END $$;
 -- Takes this database's authority away: only `arm`, `rotate` and `recover` give it back. Takes no gate, for whoever changes
 -- authority holds it on another session; transactions under way that passed it still end.
 CREATE OR REPLACE FUNCTION fencepost.disarm()
-RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     DELETE FROM fencepost.ticket;
+    PERFORM fencepost._outdate();
 END $$;
 
 -- Makes the turn that the witness was told of, and arms: a new epoch for a tenant or (null) for everybody where `p_epoch` is
@@ -1706,6 +1729,7 @@ BEGIN
         PERFORM fencepost._require_identity('tenant', p_tenant);
     END IF;
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
     PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
@@ -1797,6 +1821,7 @@ BEGIN
     UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp(),
         sealed_start = pg_postmaster_start_time();
     DELETE FROM fencepost.ticket;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('sealed', jsonb_build_object(
         'seq', p_next_seq, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
 END $$;
@@ -4162,8 +4187,7 @@ BEGIN
     IF p_implementation <> 'fencepost' THEN
         INSERT INTO fencepost.lifecycle (class, implementation) VALUES (p_class, p_implementation);
     END IF;
-    -- Invariant: whoever enters with an older snapshot is refused (40001) by this row, and cannot read the owner before.
-    UPDATE fencepost.installation SET floor = floor;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('handed_over', jsonb_build_object('class', p_class, 'from', v_was, 'to', p_implementation,
         'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
     RETURN v_was;
@@ -4192,6 +4216,7 @@ BEGIN
         WHERE a.class = p_class AND a.priority < 2147483646
           AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.epoch = a.epoch
           AND j.open_effects = 0 AND j.applied_effects = 0 AND NOT j.suspect
+          AND NOT EXISTS (SELECT FROM fencepost.effect AS e WHERE e.tenant = j.tenant AND e.operation = j.operation AND e.class = j.class)
         ORDER BY a.priority DESC, a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
     ), moved AS (
         UPDATE fencepost.job AS j SET exec = 'cancelled', generation = j.generation + 1, reason = 'transferred',

@@ -103,6 +103,7 @@ DECLARE
     v_made text[];
 BEGIN
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid, p_sealed);
     PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
@@ -147,6 +148,7 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.lease_duty(p_name text, p_owner uuid, p_lease interval)
 RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     INSERT INTO fencepost.duty AS d (name, owner, lease_until) VALUES (p_name, p_owner, clock_timestamp() + p_lease)
     ON CONFLICT (name) DO UPDATE SET owner = p_owner, lease_until = clock_timestamp() + p_lease
         WHERE d.owner = p_owner OR d.lease_until <= clock_timestamp();
