@@ -5,6 +5,9 @@ Messages of one ordering key are handled one after the other in the order of the
 a single active consumer. The broker closes the channel of a delivery that stays unacknowledged for too long (30 minutes by
 default): it comes back on a new channel, its acknowledgement is dropped, and the reservation knows it for a duplicate.
 
+While the database is not armed nothing is handled. What it has lost when it was restored is not here any more: it is sent
+again from the outbox (`fencepost relay backfill`).
+
 Crash here (R1): after the commit, before the acknowledgement. The broker delivers again; the reservation knows.
 """
 
@@ -42,6 +45,7 @@ log = logging.getLogger("fencepost.consumer.rabbitmq")
 
 CONNECT_SECONDS = 10.0
 CHECK_SECONDS = 5.0
+ARMED_SECONDS = 1.0
 HEARTBEAT_SECONDS = 20
 STOP_POLL_SECONDS = 0.1
 MOVE_SECONDS = 0.5
@@ -163,6 +167,10 @@ class RabbitRunner:
         deadline = time.monotonic() + self._options.start_seconds
         tries, ever = 0, False
         while not stop.is_set():
+            if not await serving.armed():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), ARMED_SECONDS)
+                continue
             session = _Session(stop)
             try:
                 await self._session(session, serving)
@@ -203,6 +211,10 @@ class RabbitRunner:
             log.info("%s: consuming", self._queue)
             while not await session.over(CHECK_SECONDS):
                 await self._check(channel)
+                if not await serving.armed():
+                    # Of what is in hand nothing more is begun: it comes back when this database may be used.
+                    session.closed = True
+                    return
             if not session.lost.is_set():
                 with suppress(*LOSSES):
                     await queue.cancel(tag, timeout=CONNECT_SECONDS)

@@ -963,6 +963,40 @@ ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', '5856699380df0b62a2053454ce239c182f6701d27ba53a77095424d4a6b9906f');
 
+-- 0020_positions.sql
+-- Positions: how far consumers have read, as this database knows it, so that a restored one is given again what it lost.
+
+-- recovered_epoch: the epoch of the last recovery, 0 before the first. Epochs are given once, so no two recoveries share it.
+ALTER TABLE fencepost.installation ADD COLUMN recovered_epoch bigint NOT NULL DEFAULT 0;
+
+-- Invariant: everything below next is committed in this database. Written after the work and before the broker is told, so that
+-- a broker that knows more says that this database has lost it.
+CREATE TABLE fencepost.consumer_position (
+    consumer       text NOT NULL,
+    cluster        text NOT NULL,
+    consumer_group text NOT NULL,
+    topic          text NOT NULL,
+    topic_id       text NOT NULL,
+    partition      integer NOT NULL,
+    next           bigint NOT NULL CHECK (next >= 0),
+    noted_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, cluster, consumer_group, topic, topic_id, partition)
+) WITH (fillfactor = 50);
+
+-- What each consumer had done when this database was recovered last; positions: so many partitions have one.
+CREATE TABLE fencepost.consumer_recovery (
+    consumer      text PRIMARY KEY,
+    positions     bigint NOT NULL,
+    noted_at      timestamptz,
+    handled_until timestamptz,
+    at            timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON COLUMN fencepost.consumer_recovery.handled_until IS
+  'The time of the youngest event that was handled, in the time that events carry.';
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0020_positions.sql', '823a4aaac9d167a5adb6758613129f05d0701a495d771607ed5eac13ff929bdb');
+
 SET check_function_bodies = off;
 
 -- authority/arm.sql
@@ -1329,13 +1363,14 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'the turn is not beyond this database''s', 'next', NULL);
     END IF;
     UPDATE fencepost.installation AS i SET epoch_counter = p_epoch, floor = p_epoch, frozen = true, era = i.era + 1,
-        recovered_at = clock_timestamp()
+        recovered_at = clock_timestamp(), recovered_epoch = p_epoch
     RETURNING i.era INTO era;
     epoch := p_epoch;
     unknown := fencepost._doubt_effects();
     jobs := fencepost._doubt_jobs();
     PERFORM fencepost._rebuild_agenda();
     unsent := fencepost._begin_era(era, p_numbers);
+    PERFORM fencepost._note_consumers();
     DELETE FROM fencepost.relay;
     DELETE FROM fencepost.duty;
     PERFORM fencepost._take_turn(p_next_seq, p_next_nonce);
@@ -2752,6 +2787,55 @@ BEGIN
     headers := v_letter.headers;
     payload := v_letter.payload;
 END $$;
+
+
+-- inbox/positions.sql
+-- Notes how far a consumer has read partitions, after the work below is committed and before the broker is told; positions only
+-- grow. Without any it says whether they could be noted. Refused while the database is not armed, and with ZF020 when it was
+-- recovered since `p_recovered` was read: whoever asks then knows of work that this database may have lost.
+-- A crash may forget what this wrote, never the work below it: the log is written in order.
+-- Locks: gate (ROW SHARE), then the positions.
+CREATE OR REPLACE FUNCTION fencepost.note_positions(
+    p_consumer text, p_cluster text, p_group text, p_recovered bigint,
+    p_topics text[], p_topic_ids text[], p_partitions integer[], p_nexts bigint[])
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    PERFORM fencepost._enter();
+    IF p_recovered IS DISTINCT FROM (SELECT i.recovered_epoch FROM fencepost.installation AS i) THEN
+        PERFORM fencepost._refuse('ZF020', 'the database was restored and recovered meanwhile', 'epoch',
+            'read the positions again, and go on from there');
+    END IF;
+    PERFORM set_config('synchronous_commit', 'off', true);
+    INSERT INTO fencepost.consumer_position AS c (consumer, cluster, consumer_group, topic, topic_id, partition, next)
+    SELECT p_consumer, p_cluster, p_group, n.topic, n.topic_id, n.partition, n.next
+    FROM unnest(p_topics, p_topic_ids, p_partitions, p_nexts) AS n (topic, topic_id, partition, next)
+    ORDER BY n.topic, n.topic_id, n.partition
+    ON CONFLICT (consumer, cluster, consumer_group, topic, topic_id, partition)
+    DO UPDATE SET next = excluded.next, noted_at = clock_timestamp() WHERE c.next < excluded.next;
+END $$;
+
+-- What every consumer had done at a recovery: how many positions it has, and the youngest event it has handled.
+CREATE OR REPLACE FUNCTION fencepost._note_consumers()
+RETURNS void LANGUAGE sql AS $$
+    DELETE FROM fencepost.consumer_recovery;
+    WITH RECURSIVE handled AS (
+        -- From consumer to consumer along the index.
+        (SELECT r.consumer FROM fencepost.reservation AS r ORDER BY r.consumer LIMIT 1)
+        UNION ALL
+        SELECT (SELECT r.consumer FROM fencepost.reservation AS r WHERE r.consumer > h.consumer ORDER BY r.consumer LIMIT 1)
+        FROM handled AS h WHERE h.consumer IS NOT NULL
+    ), known AS (
+        SELECT h.consumer FROM handled AS h WHERE h.consumer IS NOT NULL
+        UNION SELECT p.consumer FROM fencepost.consumer_position AS p
+        UNION SELECT c.consumer FROM fencepost.consumer AS c
+    )
+    INSERT INTO fencepost.consumer_recovery (consumer, positions, noted_at, handled_until)
+    SELECT k.consumer, p.count, p.noted_at, (SELECT max(r.event_time) FROM fencepost.reservation AS r WHERE r.consumer = k.consumer)
+    FROM known AS k
+    CROSS JOIN LATERAL (SELECT count(*) AS count, max(p.noted_at) AS noted_at FROM fencepost.consumer_position AS p
+                        WHERE p.consumer = k.consumer) AS p
+$$;
 
 
 -- inbox/purge.sql
