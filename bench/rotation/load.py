@@ -30,8 +30,8 @@ CALLBACK_SECONDS = 0.05
 LEASE = 30.0
 BY = By("ann", "a rotation under load")
 # What may be published between the count and the rotation.
-SPARE = 0.02
-SPARE_LEAST = 500
+SPARE = 0.03
+SPARE_LEAST = 1000
 # So many of each worker, and then so many of them inside the fence at one moment, before a rotation is asked for.
 EACH = 10
 
