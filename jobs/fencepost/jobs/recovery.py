@@ -29,7 +29,7 @@ from fencepost.jobs.journal_begins import Begins, present
 from fencepost.jobs.journal_records import Begin
 from fencepost.jobs.journal_scan import scan
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.witness import Mark, Record, Witness, confirm, intend
 
 __all__ = ["Hold", "Recovered", "holds", "present_journals", "recover"]
