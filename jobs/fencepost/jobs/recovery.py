@@ -31,7 +31,7 @@ from fencepost.jobs.journal_begins import missing, present
 from fencepost.jobs.journal_evidence import Evidence
 from fencepost.jobs.journal_records import Begin
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.witness import Mark, Record, Witness, confirm
 
 __all__ = ["Consumer", "Hold", "Recovered", "consumers", "holds", "present_journals", "recover"]

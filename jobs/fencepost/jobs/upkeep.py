@@ -26,7 +26,8 @@ from psycopg import Connection
 from fencepost.jobs import escalation, lookup
 from fencepost.jobs.context import abandonable
 from fencepost.jobs.lookup import Answer, Asked, DidNotHappen, Inconclusive, Landed, ReceiptLookup, Taken
-from fencepost.schemas.connect import ANSWER_SECONDS, connect
+from fencepost.schemas.connect import ANSWER_SECONDS
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import (
     EvidenceMissing,
     InvalidInput,

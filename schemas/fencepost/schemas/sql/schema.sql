@@ -1159,6 +1159,15 @@ BEGIN
 END $$;
 
 
+-- authority/contract.sql
+-- Which contract this database has, and the oldest code that it still serves: code asks before it does anything.
+CREATE OR REPLACE FUNCTION fencepost.contract()
+RETURNS TABLE (version integer, serves integer) LANGUAGE sql STABLE PARALLEL SAFE
+SET search_path = pg_catalog, pg_temp AS $$
+    SELECT 1, 1
+$$;
+
+
 -- authority/digest.sql
 -- One part of a digest: its length in four bytes, then the part; no two lists of parts look alike.
 CREATE OR REPLACE FUNCTION fencepost._part(p_part text)
