@@ -41,6 +41,7 @@ KEPT = {
     *("consumer", "consumer_forever", "consumer_topic", "protected", "manifest", "paused", "lifecycle"),
     *("signal", "progress", "result"),
     *("restriction", "lost_begin"),
+    *("archive", "job_retention", "archive_retention"),
     # Follows the jobs: one that ages is pointed to anew.
     "agenda",
 }
