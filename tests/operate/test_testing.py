@@ -42,6 +42,7 @@ KEPT = {
     *("consumer_position", "consumer_recovery"),
     *("signal", "progress", "result"),
     *("restriction", "lost_begin"),
+    *("archive", "job_retention", "archive_retention"),
     # Follows the jobs: one that ages is pointed to anew.
     "agenda",
 }

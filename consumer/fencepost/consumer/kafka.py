@@ -25,6 +25,7 @@ from typing import Any, cast
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from fencepost.consumer.armed import when_armed
+from fencepost.consumer.connections import require_contract
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.executors import attempts
 from fencepost.consumer.inbox import AsyncInbox, Inbox
@@ -103,11 +104,12 @@ class KafkaRunner:
         """Runs until ``stop`` is set, then drains: running handlers finish, their offsets are committed.
 
         Without ``stop``, SIGTERM and SIGINT stop it (main thread only). Raises Unreachable when Kafka does not answer
-        within ``start_seconds``, or refuses this consumer for good.
+        within ``start_seconds``, or refuses this consumer for good, ContractMismatch for a database of a version too far away.
         """
         if stop is None:
             with stop_on_signals() as signalled:
                 return self.run(signalled)
+        require_contract(self._database)
         patience = self._options.start_seconds
         while (doubt := self._session(stop, patience)) is not None and not stop.is_set():
             log.warning("%s: begins anew: %s", self._inbox.consumer, doubt)

@@ -27,6 +27,7 @@ from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMe
 from aio_pika.exceptions import ChannelPreconditionFailed
 from yarl import URL
 
+from fencepost.consumer.connections import require_contract
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.rabbitmq_queue import arguments_of, declared, refused, weaknesses
@@ -118,7 +119,7 @@ class RabbitRunner:
 
         Without ``stop``, SIGTERM and SIGINT stop it (main thread only). Connects again by itself for as long as it
         runs; raises Unreachable when RabbitMQ does not answer within ``start_seconds`` at the start, and ConfigError
-        for a queue that does not exist or is declared differently.
+        for a queue that does not exist or is declared differently, ContractMismatch for a database of a version too far away.
         """
         if stop is None:
             with stop_on_signals() as signalled:
@@ -127,6 +128,7 @@ class RabbitRunner:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """As `run`, in the caller's event loop."""
+        await asyncio.to_thread(require_contract, self._database)
         serving = Serving(self._inbox, self._database, self._options, stop, self.standing)
         self._looked, self.standing.draining = False, False
         self.standing.in_flight, self.standing.oldest = serving.in_flight, serving.oldest

@@ -26,7 +26,7 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Unhandled
 from fencepost.consumer.transactions import AsyncDatabase, Database, async_transactions_of, transactions_of
-from fencepost.schemas.errors import ConfigError, InvalidInput, NotDispatched
+from fencepost.schemas.errors import ConfigError, ContractMismatch, InvalidInput, NotDispatched
 from fencepost.schemas.transaction import driver_error
 
 __all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries", "require_fit"]
@@ -339,7 +339,7 @@ def _away(error: Exception) -> bool:
 
 def _sqlstate_of(error: Exception, states: tuple[str, ...]) -> bool:
     """Whether it is of these, or of what has none: no connection, no answer, no database that could be used."""
-    if isinstance(error, NotDispatched):
+    if isinstance(error, NotDispatched | ContractMismatch):
         return True
     if isinstance(error, ConfigError) and error.field == "database":
         return True

@@ -25,7 +25,7 @@ from fencepost.operate.effects import login_name
 from fencepost.operate.refusals import ExitCode
 from fencepost.operate.signals import draining
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.keeper import Keeper
 

@@ -18,6 +18,7 @@ BEGIN
     END IF;
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
     LOCK TABLE fencepost.outbox, fencepost.job IN SHARE ROW EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     IF fencepost.armed() THEN
         PERFORM fencepost._refuse('ZF003', 'the database is armed: there is nothing to recover', 'armed', 'see: fencepost authority status');
