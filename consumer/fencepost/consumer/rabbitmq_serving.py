@@ -106,10 +106,11 @@ class Serving:
         return self._armed
 
     async def _asked(self) -> list[tuple[Any, ...]]:
+        nothing: dict[str, object] = {}
         if self._async is not None:
-            return await self._async.fetch(POINT, {})
+            return await self._async.fetch(POINT, nothing)
         assert self._sync is not None
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.fetch, POINT, {})
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.fetch, POINT, nothing)
 
     def in_flight(self) -> int:
         """Deliveries in the hands of a handler; for any thread."""
