@@ -18,6 +18,7 @@ from fencepost.jobs.recovery import holds, recover
 from fencepost.jobs.renew import renew
 from fencepost.schemas import arming
 from fencepost.schemas.errors import (
+    ConfigError,
     EffectOpen,
     EpochFrozen,
     InvalidInput,
@@ -237,6 +238,20 @@ def test_a_revoked_login_is_refused_everything_and_another_is_not(databases18: D
             assert claim(b, "b", [CLASS], 1) == []
             lift(roles.database.dsn, roles.database.state, BY, "principal", roles.name("executor"))
             assert claim(a, "a", [CLASS], 1) == []
+
+
+def test_nothing_is_lifted_that_the_witness_cannot_be_told_of(database18: Database) -> None:
+    restrict(database18.dsn, database18.state, BY, "tenant", "t")
+    path = FileWitness(database18.state).path
+    path.rename(path.with_suffix(".away"))
+    with database18.connect(autocommit=True) as conn:
+        for dry_run in (True, False):
+            with pytest.raises(ConfigError):
+                lift(database18.dsn, database18.state, BY, "tenant", "t", dry_run=dry_run)
+        assert "suspended" in [h.what for h in holds(conn)]
+        path.with_suffix(".away").rename(path)
+        assert lift(database18.dsn, database18.state, BY, "tenant", "t")  # the control
+        assert "suspended" not in [h.what for h in holds(conn)]
 
 
 def test_a_change_about_an_older_version_is_refused_and_every_one_is_in_the_chain(database18: Database) -> None:

@@ -364,3 +364,20 @@ def test_a_worker_finds_lost_receipts_by_itself_and_every_effect_happens_once(da
             (published,) = results(conn, mode)
             assert published.removeprefix("receipt-") in provider.accepted
         assert effect(conn, "begins", "drop-after-accept") == 1 < effect(conn, "begins", "refuse-before-read")
+
+
+def test_an_effect_of_which_a_journal_holds_another_begin_is_left_to_people(database18: Database) -> None:
+    """Asked under the key of the one, the provider would not tell of the other."""
+    with database18.connect(autocommit=True) as conn:
+        for operation in ("op-1", "op-2"):
+            unknown(conn, operation)
+        other = (effects.request_digest({"key": "e1"}), uuid4(), uuid4())
+
+        verdict = conn.execute(
+            "SELECT fencepost.present_begin('t', 'op-1', %s, 'e1', 'lookup', %s, %s, %s)",
+            (CLASS, other[1], other[2], other[0]),
+        ).fetchone()
+
+        assert verdict == ("superseded",)
+        taken = lookup.take(conn, [CLASS], uuid4(), limit=10, lease=1.0, patience=1.0)
+        assert [t.asked.operation for t in taken] == ["op-2"]  # which is the control too

@@ -22,9 +22,10 @@ from fencepost.jobs.orphans import Swept, sweep
 from fencepost.jobs.publish import publish
 from fencepost.schemas.errors import InvalidInput, NotFenced, ObjectGone, OperationConflict, StaleFence
 from support.command_line import run_here
-from support.database import Database
+from support.database import Database, Databases
 from support.jobs import Background, Conn, claimed, expire, given, show, waiting
 from support.processes import Child, wait_for
+from support.restores import recovered, restores
 
 AS_HERE = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 GRACE = 3600.0
@@ -128,6 +129,35 @@ def test_only_orphans_older_than_the_grace_period_are_removed(database: Database
         # The same content can be published afterwards.
         aged(store, published(conn, store, b"old", "op-1").object)
         assert sweep(conn, store, grace=GRACE) == Swept(3, 0, 0, 0)
+
+
+def test_what_a_lost_publication_may_name_stays_until_somebody_has_looked(
+    databases18: Databases, store: FileStore
+) -> None:
+    with restores(databases18) as made:
+        with made.live.connect(autocommit=True) as conn:
+            published(conn, store)
+        backup = made.backup()
+        with made.live.connect(autocommit=True) as conn:
+            lost = published(conn, store, b"lost", "later")
+            assert sweep(conn, store, grace=GRACE) == Swept(2, 0, 0, 0)
+        old = made.restored(backup)
+        recovered(old)
+        with old.connect(autocommit=True) as conn:
+            for remove in (False, True):
+                assert sweep(conn, store, grace=GRACE, remove=remove) == Swept(2, 1, 0, 0, doubtful=1)
+            assert store.read(lost.object) == b"lost"
+            # A removal that had begun when the copy was made, of the same content.
+            mark = (store.identity, lost.object)
+            conn.execute("INSERT INTO fencepost.object VALUES (%s, %s, clock_timestamp() - interval '2 days')", mark)
+            assert sweep(conn, store, grace=GRACE) == Swept(2, 1, 0, 0, doubtful=1)
+            assert store.read(lost.object) == b"lost"
+            assert sweep(conn, store, grace=GRACE, remove=False) == Swept(2, 1, 0, 0, doubtful=1)
+            # The control: what was put after the recovery, and forgotten.
+            conn.execute("UPDATE fencepost.installation SET recovered_at = recovered_at - interval '3 hours'")
+            assert sweep(conn, store, grace=GRACE, remove=False) == Swept(2, 1, 0, 0)
+            conn.execute("UPDATE fencepost.installation SET recovered_at = recovered_at + interval '3 hours'")
+            assert sweep(conn, store, grace=GRACE, lost=True) == Swept(2, 1, 1, 0)
 
 
 def test_a_store_and_a_database_that_do_not_belong_together_are_refused(

@@ -10,7 +10,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from fencepost.jobs import effects
+from fencepost.jobs import effects, lookup
 from fencepost.jobs.authority import By, lift, release, restrict, thaw
 from fencepost.jobs.cancel import cancel
 from fencepost.jobs.claim import claim
@@ -239,6 +239,30 @@ def test_a_journal_that_was_torn_is_read_as_far_as_it_verifies_and_named(made: R
     done = recovered(old, journals=[tmp_path / "journal"])
 
     assert done.presented == 1 and done.damaged == (str(tmp_path / "journal"),)
+
+
+def test_after_a_restore_a_provider_is_asked_only_under_a_key_that_every_begin_had(made: Restores) -> None:
+    def asked(conn: Conn) -> dict[str, str]:
+        taken = lookup.take(conn, [CLASS], uuid4(), limit=10, lease=0.1, patience=1.0)
+        return {str(t.asked.operation): t.asked.request_key for t in taken}
+
+    kinds: dict[str, effects.Kind] = {"stable": "keyed", "changing": "lookup"}
+    with made.live.connect(autocommit=True) as conn:
+        for operation, kind in kinds.items():
+            given(conn, operation)
+            mine = claimed(conn, operation).fence
+            effects.record(conn, mine, "e1", begun(conn, mine, kind=kind), "unknown", reason="timeout")
+    old = made.restored(made.backup())
+    with made.live.connect(autocommit=True) as conn:
+        key = effects.idempotency_key("t", "stable", "e1")
+        sent = effects.attempt_key(effect(conn, "effect_attempt", "changing"))
+        assert asked(conn) == {"stable": key, "changing": sent}  # the control
+
+    recovered(old)
+
+    # "Not found" under a key that was never sent says nothing of the begin that was.
+    with old.connect(autocommit=True) as conn:
+        assert asked(conn) == {"stable": key}
 
 
 def test_no_restore_lifts_a_restriction(made: Restores) -> None:

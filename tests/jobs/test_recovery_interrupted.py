@@ -8,13 +8,15 @@ import psycopg
 import pytest
 
 from fencepost.jobs import recovery
+from fencepost.jobs.authority import By, restrict
 from fencepost.jobs.claim import claim
+from fencepost.jobs.recovery import recover
 from fencepost.schemas import arming
-from fencepost.schemas.errors import NotArmed, WitnessMismatch
+from fencepost.schemas.errors import ConfigError, Damaged, EvidenceMissing, InvalidInput, NotArmed, WitnessMismatch
 from fencepost.schemas.witness import FileWitness
 from support.database import Databases
 from support.jobs import CLASS, given, show
-from support.restores import Restores, recovered, restores
+from support.restores import WHY, Restores, recovered, restores
 
 
 @pytest.fixture
@@ -76,3 +78,43 @@ def test_a_recovery_that_died_before_its_witness_was_told_the_end_is_found_by_th
     assert not arming.ensure_armed(copy.dsn, copy.state).already
     with made.live.connect(autocommit=True) as conn, pytest.raises(WitnessMismatch):
         arming.beat(conn, FileWitness(made.live.state))
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+def test_without_its_witness_a_database_comes_back_by_a_floor_and_evidence_only(made: Restores, how: str) -> None:
+    restrict(made.live.dsn, made.live.state, WHY, "tenant", "u")
+    with pytest.raises(InvalidInput):
+        recovered(made.live, epoch_floor=40)
+    old = made.restored(made.backup())
+    witness = FileWitness(old.state)
+    if how == "lost":
+        witness.path.unlink()
+    else:
+        witness.path.write_text("{")
+    for dry_run in (True, False):
+        with pytest.raises(ConfigError if how == "lost" else Damaged):
+            recovered(old, dry_run=dry_run)
+        with pytest.raises(EvidenceMissing):
+            recover(old.dsn, old.state, By("ann", "why"), epoch_floor=40, dry_run=dry_run)
+    with pytest.raises(InvalidInput):
+        recovered(old, epoch_floor=0)
+    assert recovered(old, epoch_floor=40, dry_run=True).epoch == 41
+    assert witness.exists() is (how == "damaged")
+    with old.connect() as writing:
+        writing.execute("LOCK TABLE fencepost.outbox IN ROW EXCLUSIVE MODE")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            recovered(old, epoch_floor=40)
+        writing.rollback()
+    with pytest.raises(WitnessMismatch):
+        arming.ensure_armed(old.dsn, old.state)
+
+    done = recovered(old)
+
+    assert done.epoch == 42
+    assert (witness.read().epoch, witness.read().restrictions) == (42, ("tenant:u",))
+    with old.connect(autocommit=True) as conn:
+        arming.beat(conn, witness)
+        conn.execute("DELETE FROM fencepost.ticket")
+    assert not arming.ensure_armed(old.dsn, old.state).already
+    with made.live.connect(autocommit=True) as conn, pytest.raises(WitnessMismatch):
+        arming.beat(conn, witness)

@@ -10,6 +10,7 @@ import pytest
 
 from fencepost.jobs.claim import claim
 from fencepost.schemas import arming
+from fencepost.schemas.witness import FileWitness
 from support.command_line import Fencepost, running
 from support.database import Database, Databases
 from support.jobs import CLASS, begun, claimed, effect, given, show
@@ -147,6 +148,20 @@ def test_a_guard_arms_again_after_a_restart_and_beats_until_it_is_told_to_end(
         wait_for(lambda: arming.read_tip(conn).seq > seq, 20, "a beat")
         conn.execute("DELETE FROM fencepost.ticket")
         wait_for(lambda: arming.read_tip(conn).armed, 20, "the guard to arm it again")
+
+
+def test_a_lost_witness_is_replaced_by_a_floor_on_evidence(made: Restores, fencepost: Fencepost) -> None:
+    old = made.restored(made.backup())
+    FileWitness(old.state).path.unlink()
+    lost = fencepost(old, "authority", "recover", *WHY)
+    assert lost.code != 0 and "--epoch-floor" in lost.line
+    bare = fencepost(old, "authority", "recover", "--reason", "why", "--epoch-floor", "8")
+    assert bare.code == 1 and "evidence" in bare.line
+
+    done = fencepost(old, "authority", "recover", *WHY, "--epoch-floor", "8", "--json")
+
+    assert (done.code, json.loads(done.out)["epoch"]) == (0, 9)
+    assert "armed: this database may publish" in fencepost(old, "authority", "status").out
 
 
 def test_a_sealed_database_that_was_moved_is_not_taken_for_a_restored_one(made: Restores, fencepost: Fencepost) -> None:

@@ -122,10 +122,11 @@ def lift(dsn: str, witness: Path | Witness, by: By, kind: Kind, subject: str, *,
     held = arming.as_witness(witness)
     values = {"kind": _kind(kind), "subject": subject} | by.values()
     with held.held(), connect(dsn, answer_within=arming.ANSWER_SECONDS) as conn:
+        # A witness that cannot be read would put it into force again: refused before anything is lifted.
+        record = held.read()
         with conn.transaction(force_rollback=dry_run):
             found = conn.execute(LIFT, values).fetchone()
         # Crash here: [V3] lifted here and not at the witness: the next arm puts it into force again.
-        record = held.read()
         if not dry_run and f"{kind}:{subject}" in record.restrictions:
             held.write(replace(record, restrictions=tuple(r for r in record.restrictions if r != f"{kind}:{subject}")))
     return found == (True,)

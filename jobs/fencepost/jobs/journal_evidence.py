@@ -17,13 +17,14 @@ __all__ = ["Evidence"]
 class Evidence:
     """One runner's journal: all begins but those that it knows were none, also what was acknowledged or settled since.
 
-    Raises ConfigError for a folder that holds no journal: a name that was mistyped is no empty journal.
+    ``epoch`` is the newest under which one of them was begun. Raises ConfigError for a folder that holds no journal: a name that was mistyped is no empty journal.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._none: set[UUID] = set()
         self._until = 0
+        self.epoch = 1
         report = scan(folder, self._first) if folder.is_dir() else None
         if report is None or not report.segments:
             raise ConfigError(
@@ -59,5 +60,10 @@ class Evidence:
 
     def _first(self, frame: Frame) -> None:
         self._until = frame.seq
-        if isinstance(frame.record, NotBegun):
-            self._none.add(frame.record.effect_attempt)
+        match frame.record:
+            case NotBegun():
+                self._none.add(frame.record.effect_attempt)
+            case Begin():
+                self.epoch = max(self.epoch, frame.record.epoch)
+            case _:
+                pass

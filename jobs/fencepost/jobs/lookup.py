@@ -91,6 +91,7 @@ class Asked:
     """One unknown effect: under which keys its provider may know it, and until when an answer is waited for.
 
     ``idempotency_key`` is what every begin of the effect had in common, ``request_key`` what `http_effect` sent.
+    ``effect_attempt`` is None where a restore has lost which begin it was: only keyed effects are asked about then.
     """
 
     tenant: Tenant
@@ -98,7 +99,7 @@ class Asked:
     effect_key: EffectKey
     job_class: JobClass
     kind: Kind
-    effect_attempt: EffectAttempt
+    effect_attempt: EffectAttempt | None
     begun_at: datetime
     asks: int
     deadline: float = field(compare=False)
@@ -111,7 +112,11 @@ class Asked:
     @property
     def request_key(self) -> str:
         """The key that the unknown begin sent, as ``Dispatch.request_key``."""
-        return self.idempotency_key if self.kind == "keyed" else attempt_key(self.effect_attempt)
+        if self.kind == "keyed":
+            return self.idempotency_key
+        if self.effect_attempt is None:
+            raise InvalidInput("nobody knows under which key the call was sent", field="effect_attempt")
+        return attempt_key(self.effect_attempt)
 
     def seconds_left(self) -> float:
         """Seconds for which an answer is waited for, at least 0; a later one counts as inconclusive."""
@@ -163,7 +168,7 @@ def take(
                 effect_key=EffectKey(effect_key),
                 job_class=JobClass(job_class),
                 kind=cast(Kind, kind),
-                effect_attempt=EffectAttempt(effect_attempt),
+                effect_attempt=None if effect_attempt is None else EffectAttempt(effect_attempt),
                 begun_at=begun_at,
                 asks=asks,
                 deadline=deadline,

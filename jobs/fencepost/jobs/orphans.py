@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,12 @@ BATCH = 500
 # A mark may be taken over after a day; whoever made it acts on it within this time or not at all.
 ACT_WITHIN_SECONDS = 30.0
 
+# Between the clocks of the store and of the database.
+CLOCK_SECONDS = 300.0
+
+RECOVERED: LiteralString = (
+    "SELECT extract(epoch FROM clock_timestamp() - i.recovered_at)::float FROM fencepost.installation AS i"
+)
 ORPHANS: LiteralString = "SELECT fencepost.orphans(%(store)s, %(objects)s)"
 CONDEMN: LiteralString = "SELECT fencepost.condemn_object(%(store)s, %(object)s)"
 FORGET: LiteralString = "SELECT fencepost.forget_object(%(store)s, %(object)s, %(mark)s)"
@@ -30,21 +37,35 @@ FORGET: LiteralString = "SELECT fencepost.forget_object(%(store)s, %(object)s, %
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What one run found: objects in the store, orphans among the old ones, and of these the removed; temporary files."""
+    """What one run found: objects in the store, orphans among the old ones, and of these the removed; temporary files.
+
+    ``doubtful``: put before a recovery, and referenced by nothing that this database knows; they stay.
+    """
 
     objects: int
     orphans: int
     removed: int
     temporary: int
+    doubtful: int = 0
 
 
-def sweep(conn: Connection[Any], store: ObjectStore, *, grace: float = GRACE_SECONDS, remove: bool = True) -> Swept:
+def sweep(
+    conn: Connection[Any],
+    store: ObjectStore,
+    *,
+    grace: float = GRACE_SECONDS,
+    remove: bool = True,
+    lost: bool = False,
+) -> Swept:
     """Removes what nothing references and is older than ``grace`` seconds; never an object of a manifest, now or later.
 
     The grace period is a courtesy to work under way, at least a minute: a publication that comes later than that, and
     would reference what is being removed, is refused with ObjectGone and puts it again. ``conn`` is in autocommit; several
     runs at a time share the work. With ``remove=False`` it only counts. The run does not wait for a publication that is
     about to reference an orphan longer than two seconds: the object stays.
+
+    What was put before a recovery may belong to a publication that the restore lost, and others may know it by its name: it
+    stays, unless ``lost`` says that it was looked into.
 
     Raises InvalidInput: ``grace``, ``connection`` (not in autocommit), and ``store``: this database has published nothing
     into it, so one of the two is the wrong one. NotArmed.
@@ -56,17 +77,26 @@ def sweep(conn: Connection[Any], store: ObjectStore, *, grace: float = GRACE_SEC
         raise InvalidInput("the grace period is shorter than a minute", field="grace", hint="a day is usual")
     if not conn.autocommit:
         raise InvalidInput("the connection is not in autocommit", field="connection", hint="each mark is a commit")
-    seen = orphans = removed = 0
+    seen = orphans = removed = doubtful = 0
+    row = conn.execute(RECOVERED).fetchone()
+    since = None if row is None or row[0] is None or lost else float(row[0]) - CLOCK_SECONDS
     listed = store.names()
     while True:
         batch = list(islice(listed, BATCH))
-        old = [name for name, age in batch if age > grace]
+        old = {name: age for name, age in batch if age > grace}
         if old or not batch:
-            for name in _unreferenced(conn, store, old):
+            for name in _unreferenced(conn, store, list(old)):
                 orphans += 1
-                removed += remove and _remove(conn, store, name, grace)
+                age = old[name] if name in old else store.age(name)
+                if since is None or age is None or age <= since:
+                    removed += remove and _remove(conn, store, name, grace)
+                    continue
+                doubtful += 1
+                if remove and name not in old:
+                    # A removal that the copy saw begin is ended, the object left where it is.
+                    _remove(conn, store, name, math.inf)
         if not batch:
-            return Swept(seen, orphans, removed, store.tidy(grace) if remove else 0)
+            return Swept(seen, orphans, removed, store.tidy(grace) if remove else 0, doubtful)
         seen += len(batch)
 
 

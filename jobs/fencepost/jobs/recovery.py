@@ -32,6 +32,7 @@ from fencepost.jobs.journal_evidence import Evidence
 from fencepost.jobs.journal_records import Begin
 from fencepost.schemas import arming
 from fencepost.schemas.contract import connect
+from fencepost.schemas.errors import ConfigError, Damaged, EvidenceMissing, InvalidInput
 from fencepost.schemas.witness import Mark, Record, Witness, confirm
 
 __all__ = ["Consumer", "Hold", "Recovered", "consumers", "holds", "present_journals", "recover"]
@@ -39,6 +40,7 @@ __all__ = ["Consumer", "Hold", "Recovered", "consumers", "holds", "present_journ
 # Numbers of events that may have been given in what was lost: the next ones are beyond them.
 NUMBERS = 1_000_000
 ANSWER_SECONDS = 3600.0
+EPOCH_FLOOR_MAX = 10**12
 # How long a message may have waited in its queue, and how far clocks may differ.
 MARGIN = timedelta(hours=1)
 
@@ -46,6 +48,7 @@ RECOVER: LiteralString = """
 SELECT epoch, era, jobs, unknown, unsent FROM fencepost.recover(
     %(installation)s, %(next_seq)s, %(next_nonce)s, %(epoch)s, %(restrictions)s::text[], %(numbers)s,
     %(actor)s, %(reason)s, %(evidence)s)"""
+RESTRICTIONS: LiteralString = "SELECT r.kind || ':' || r.subject FROM fencepost.restriction AS r ORDER BY 1"
 LOST: LiteralString = """
 SELECT fencepost.note_lost_begin(%(tenant)s, %(operation)s, %(class)s, %(effect_key)s, %(effect_attempt)s)"""
 HOLDS: LiteralString = """
@@ -117,6 +120,7 @@ def recover(
     *,
     journals: Sequence[Path] = (),
     numbers: int = NUMBERS,
+    epoch_floor: int | None = None,
     dry_run: bool = False,
 ) -> Recovered:
     """Arms a restored database under a new epoch, frozen, with everything held; says what can resume and what cannot.
@@ -127,9 +131,16 @@ def recover(
     were lost. Call it again after a crash. Raises WitnessMismatch for another installation's witness.
     """
     outside = arming.as_witness(witness)
+    _require_floor(epoch_floor, by)
     evidence = [Evidence(folder) for folder in journals]
     with outside.held(), connect(dsn, answer_within=ANSWER_SECONDS) as conn:
         tip = arming.read_tip(conn)
+        if tip.armed and epoch_floor is not None:
+            raise InvalidInput(
+                "the database is armed: there is nothing to recover",
+                field="epoch_floor",
+                hint="only where its witness is lost: restart the server, which disarms it, then recover",
+            )
         if tip.armed:
             # A recovery that died after its commit may not have come to the journals.
             presented, lost, damaged = present_journals(conn, evidence, dry_run=dry_run)
@@ -146,8 +157,8 @@ def recover(
                 consumers=known,
                 already=True,
             )
-        record = outside.read()
-        mark = beyond(record, tip)
+        record = _told(conn, outside, tip, epoch_floor)
+        mark = beyond(record, tip, epoch_floor or 1, *(each.epoch for each in evidence))
         # A sequence does not go back with a transaction: a dry run leaves it alone.
         values = arming.parameters(record, mark) | {"numbers": 0 if dry_run else numbers} | by.values()
         if not dry_run:
@@ -171,13 +182,39 @@ def recover(
         return replace(done, presented=presented, lost=lost, damaged=damaged, holds=tuple(holds(conn)))
 
 
-def beyond(record: Record, tip: arming.Tip) -> Mark:
-    """A turn and an epoch that neither the witness nor the database has ever seen.
+def beyond(record: Record, tip: arming.Tip, *epochs: int) -> Mark:
+    """A turn and an epoch that neither the witness nor the database nor anybody else has ever seen.
 
     Invariant: the epoch is counted from the witness; the restored database has forgotten the newest ones.
     """
     seq = max(tip.seq, *(mark.seq for mark in record.marks))
-    return Mark(seq + 1, uuid4(), max(record.epoch, tip.epoch) + 1)
+    return Mark(seq + 1, uuid4(), max(record.epoch, tip.epoch, *epochs) + 1)
+
+
+def _require_floor(floor: int | None, by: By) -> None:
+    if floor is None:
+        return
+    if not 1 <= floor <= EPOCH_FLOOR_MAX:
+        raise InvalidInput(f"the floor is not between 1 and {EPOCH_FLOOR_MAX}", field="epoch_floor")
+    if not by.evidence:
+        raise EvidenceMissing(
+            "there is no evidence of how far epochs were given", field="evidence", hint="say where it can be found"
+        )
+
+
+def _told(conn: Connection[Any], witness: Witness, tip: arming.Tip, floor: int | None) -> Record:
+    """What the witness says; where it is lost, and a floor is given in its place, the beginning of a new one."""
+    try:
+        return witness.read()
+    except (ConfigError, Damaged):
+        if floor is None:
+            raise
+    restrictions = tuple(str(row[0]) for row in conn.execute(RESTRICTIONS).fetchall())
+    # Invariant: no database has this head, so that none is armed by it: only the recovery's own turn is found.
+    head = Mark(tip.seq, uuid4(), max(tip.epoch, floor))
+    return Record(
+        tip.installation, tip.system_identifier, tip.timeline, tip.database_oid, head, restrictions=restrictions
+    )
 
 
 def present_journals(

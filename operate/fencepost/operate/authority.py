@@ -280,6 +280,12 @@ def recover_(
     numbers: Annotated[
         int, typer.Option("--skip-numbers", min=0, help="More than the events that were lost.")
     ] = NUMBERS,
+    epoch_floor: Annotated[
+        int | None,
+        typer.Option(
+            "--epoch-floor", help="The witness is lost: no epoch beyond this one was ever given. Needs --evidence."
+        ),
+    ] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -289,7 +295,13 @@ def recover_(
     """
     chosen = settings.load()
     by = _by(actor, reason, evidence, None)
-    done = recover(chosen.dsn(), chosen.outside(), by, journals=journal or (), numbers=numbers, dry_run=dry_run)
+    done = recover(
+        *(chosen.dsn(), chosen.outside(), by),
+        journals=journal or (),
+        numbers=numbers,
+        epoch_floor=epoch_floor,
+        dry_run=dry_run,
+    )
     if as_json:
         printing.as_json(asdict(done) | {"consumers": _told_of(done.consumers), "dry_run": dry_run})
     else:

@@ -145,7 +145,7 @@ class FileWitness:
             raise ConfigError(
                 f"there is no witness at {self.path}",
                 field="FENCEPOST_STATE",
-                hint="point it to the folder that `fencepost migrate` created; a lost witness needs an operator's recovery",
+                hint="point it to the folder that `fencepost migrate` created; where it is lost: authority recover --epoch-floor",
             ) from None
         try:
             return load(json.loads(raw))
@@ -153,7 +153,7 @@ class FileWitness:
             raise Damaged(
                 f"the witness at {self.path} cannot be read",
                 field="FENCEPOST_STATE",
-                hint="restore nothing over it; it takes an operator's recovery",
+                hint="restore nothing over it; it takes authority recover --epoch-floor",
             ) from error
 
     def write(self, record: Record) -> None:
@@ -224,9 +224,9 @@ def load(value: Any) -> Record:
     """The record that `dump` made; ValueError, KeyError or TypeError when it did not."""
 
     def mark(m: dict[str, Any]) -> Mark:
-        tenant = m.get("tenant")
+        seq, tenant = int(m["seq"]), m.get("tenant")
         return Mark(
-            int(m["seq"]),
+            seq,
             UUID(m["nonce"]),
             int(m.get("epoch", 1)),
             None if tenant is None else str(tenant),

@@ -129,7 +129,7 @@ class DatabaseWitness:
             raise ConfigError(
                 f"there is no witness at {self.place}",
                 field=FIELD,
-                hint="name the database that `fencepost migrate` used; a lost witness needs an operator's recovery",
+                hint="name the database that `fencepost migrate` used; where it is lost: authority recover --epoch-floor",
             )
         try:
             return port.load(row[1])
@@ -137,7 +137,7 @@ class DatabaseWitness:
             raise Damaged(
                 f"the witness at {self.place} cannot be read",
                 field=FIELD,
-                hint="restore nothing over it; it takes an operator's recovery",
+                hint="restore nothing over it; it takes authority recover --epoch-floor",
             ) from error
 
     def _open(self) -> Connection[Any]:

@@ -1,5 +1,6 @@
 -- Leases unknown effects whose receipt may be looked up, each to one asker at a time: commit, then ask the provider.
--- Contradicted effects are left to people. quiescent_ms: how long a negative answer will still be refused, 0 when it counts.
+-- Contradicted effects are left to people, and so are those whose begin nobody knows, after a restore, unless the provider
+-- knows all begins under one key (keyed). quiescent_ms: how long a negative answer will still be refused, 0 when it counts.
 -- Crash here: [L] between this commit and the answer: the lease ends, and somebody asks again.
 -- Locks: gate, then look-ups in the order of their keys.
 CREATE OR REPLACE FUNCTION fencepost.take_lookups(p_classes text[], p_taken_by uuid, p_limit integer, p_lease interval)
@@ -24,6 +25,11 @@ BEGIN
           ON l.tenant = e.tenant AND l.operation = e.operation AND l.effect_key = e.effect_key
         WHERE e.state = 'unknown' AND e.kind IN ('lookup', 'keyed') AND NOT e.contradicted AND e.class = ANY (p_classes)
           AND (l.due_at IS NULL OR l.due_at <= (SELECT clock_timestamp()))
+          -- Invariant: a provider is asked under the key of the only begin that there may have been, or under one that all had.
+          AND (e.kind = 'keyed' OR e.effect_attempt IS NOT NULL AND NOT EXISTS (
+               SELECT FROM fencepost.effect_event AS v
+               WHERE v.tenant = e.tenant AND v.operation = e.operation AND v.effect_key = e.effect_key
+                 AND v.reason = 'journalled_begin' AND v.effect_attempt <> e.effect_attempt))
         ORDER BY coalesce(l.due_at, e.unknown_since), e.tenant, e.operation, e.effect_key LIMIT p_limit
     ), taken AS (
         INSERT INTO fencepost.lookup AS l (tenant, operation, effect_key, version, taken_by, taken_at, due_at)
