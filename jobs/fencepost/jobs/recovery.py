@@ -27,7 +27,7 @@ from psycopg.rows import class_row
 from fencepost.jobs.authority import By
 from fencepost.jobs.journal_begins import Begins, present
 from fencepost.jobs.journal_records import Begin
-from fencepost.jobs.journal_scan import scan
+from fencepost.jobs.journal_scan import require_sound, scan
 from fencepost.schemas import arming
 from fencepost.schemas.contract import connect
 from fencepost.schemas.witness import Mark, Record, Witness, confirm, intend
@@ -96,9 +96,14 @@ def recover(
     Takes transactions of its own. Applications must not write meanwhile: it waits five seconds for open transactions that
     enqueue or submit (LockNotAvailable, and nothing has changed). ``journals`` are the runners' folders: their begins that
     this database lost are unknown, or noted where the job is lost too. ``numbers``: more than the events per restore that
-    were lost. Call it again after a crash. Raises WitnessMismatch for another installation's witness.
+    were lost. Call it again after a crash. Raises WitnessMismatch for another installation's witness, NewerFormat before anything is
+    changed where a newer version wrote the witness or a journal.
     """
     outside = arming.as_witness(witness)
+    for folder in journals:
+        report = scan(folder)
+        if report.damage is not None and report.damage.kind == "newer":
+            require_sound(report)
     with outside.held(), connect(dsn, answer_within=ANSWER_SECONDS) as conn:
         tip = arming.read_tip(conn)
         if tip.armed:
