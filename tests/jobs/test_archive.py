@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from fencepost.jobs import effects
 from fencepost.jobs.archive import ARCHIVE, Archiving, drop_archives, keep_archive, keep_finished
@@ -87,9 +88,9 @@ def batch(conn: Conn, limit: int = 200, after: int = 0) -> tuple[int, int | None
 
 def rows(conn: Conn, table: str, operation: str = "op-1") -> list[dict[str, Any]]:
     """Every row of a job in one table, as PostgreSQL writes it."""
-    query = psycopg.sql.SQL(
+    query = sql.SQL(
         "SELECT to_jsonb(x) FROM fencepost.{} AS x WHERE x.operation = %(o)s ORDER BY to_jsonb(x)::text"
-    ).format(psycopg.sql.Identifier(table))
+    ).format(sql.Identifier(table))
     return [row[0] for row in conn.execute(query, {"o": operation})]
 
 
@@ -276,7 +277,7 @@ def test_what_is_open_doubtful_young_or_of_no_declared_class_stays_as_it_is(data
         }
         # Settled, it goes like any other; and so does a class once it is declared.
         conn.execute("UPDATE fencepost.effect SET quiescent_at = now() - interval '1 s'")
-        settled = {"evidence_kind": "operator", "evidence_ref": "a", **BY}
+        settled: dict[str, Any] = {"evidence_kind": "operator", "evidence_ref": "a", **BY}
         for operation in ("unknown", "lost"):
             version = effect(conn, "version", operation)
             reconcile(conn, "t", operation, "e1", version=version, verdict="not_applied", **settled)

@@ -146,9 +146,7 @@ class Upkeep:
                     log.info("%d finished jobs were archived", count)
             except psycopg.errors.InsufficientPrivilege:
                 self._may_archive = False
-                log.info(
-                    "this login may not archive finished jobs; grant it the role maintenance, or let another worker do it"
-                )
+                log.info("this login may not archive finished jobs; whoever has the role maintenance does it")
         return asked
 
     def _look_up(self, conn: Connection[Any]) -> int:
