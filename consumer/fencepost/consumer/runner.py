@@ -33,7 +33,7 @@ __all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries", "requ
 
 log = logging.getLogger("fencepost.consumer")
 
-_SET_ASIDE = (Outcome.CONFLICT, Outcome.UNDECODABLE, Outcome.BEFORE_HORIZON)
+_SET_ASIDE = (Outcome.CONFLICT, Outcome.UNDECODABLE, Outcome.BEFORE_HORIZON, Outcome.OLD_EPOCH)
 # 08 connection, 53 resources, 57P the server goes or is not up: nothing can be handled.
 _AWAY = ("08", "53", "57P")
 # 40 rollback for concurrency, 55P03 lock not available.

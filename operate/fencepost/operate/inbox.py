@@ -199,7 +199,8 @@ def set_aside(conn: Connection[Any]) -> Finding:
     return warn(
         "deadletters",
         f"dead letters: {', '.join(f'{number} {reason}' for reason, number in found.items())};"
-        " see `fencepost deadletters list`",
+        " see `fencepost deadletters list`"
+        + (", and `release` for what is of an old epoch" if "old_epoch" in found else ""),
     )
 
 

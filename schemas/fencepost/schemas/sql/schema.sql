@@ -607,9 +607,12 @@ ALTER TABLE fencepost.dead_letter
     ADD COLUMN last_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     ADD COLUMN due_at timestamptz,
     ADD COLUMN takes integer NOT NULL DEFAULT 0,
-    ADD COLUMN unhandled boolean NOT NULL DEFAULT false;
+    ADD COLUMN unhandled boolean NOT NULL DEFAULT false,
+    ADD COLUMN released_epoch bigint;
 COMMENT ON COLUMN fencepost.dead_letter.unhandled IS
   'An operator has said that this event was not handled before its history was purged: it may be handled, although it is old.';
+COMMENT ON COLUMN fencepost.dead_letter.released_epoch IS
+  'The epoch that its tenant stood at when an authority admin released it: it may be handled under that one, although it is of an older.';
 CREATE INDEX dead_letter_due ON fencepost.dead_letter (consumer, due_at) WHERE due_at IS NOT NULL;
 
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
@@ -618,7 +621,7 @@ ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN
     'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', '0c16922e92400baf4da60d003e9d028a989b4a456e7ac284c863347a36ec87c6');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', '4d0eeffd17da75da4be4050417087d6b5202ebf176efe0994a40794d7674840b');
 
 -- 0010_inbox_batches.sql
 -- Inbox: batches of reservations whose transaction has still to say which of them were handled.
@@ -958,10 +961,10 @@ ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
     'reconcile', 'assign', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination',
     'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention', 'remove_schedule', 'pause', 'resume',
-    'take_over', 'give_back'));
+    'take_over', 'give_back', 'release_dead_letter'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', '5856699380df0b62a2053454ce239c182f6701d27ba53a77095424d4a6b9906f');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', 'd93a8691b3b75bc84dd95d9465d2809a1d20a0e02df5c560aca7f132523e22ab');
 
 -- 0020_positions.sql
 -- Positions: how far consumers have read, as this database knows it, so that a restored one is given again what it lost.
@@ -1358,6 +1361,9 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     UNION ALL
     SELECT 'effect unknown', e.assignee, e.tenant, e.class, count(*), min(e.unknown_since)
     FROM fencepost.effect AS e WHERE e.state = 'unknown' GROUP BY e.assignee, e.tenant, e.class
+    UNION ALL
+    SELECT 'event of an old epoch', 'authority admin', d.tenant, NULL, count(*), min(d.created_at)
+    FROM fencepost.dead_letter AS d WHERE d.reason = 'old_epoch' AND d.due_at IS NULL GROUP BY d.tenant
     UNION ALL
     SELECT 'begun, and its job is lost', 'operator', b.tenant, b.class, count(*), min(b.found_at)
     FROM fencepost.lost_begin AS b
@@ -2806,7 +2812,7 @@ CREATE OR REPLACE VIEW fencepost.dead_letters AS
            d.coordinates, 'sha256-v1:' || encode(substr(d.stored_meaning, 2), 'hex') AS stored_meaning,
            'sha256-v1:' || encode(substr(d.arrived_meaning, 2), 'hex') AS arrived_meaning,
            'sha256:' || encode(d.content, 'hex') AS content, octet_length(d.payload) AS bytes, d.created_at, d.last_at,
-           d.due_at, d.takes, d.unhandled
+           d.due_at, d.takes, d.unhandled, d.released_epoch
     FROM fencepost.dead_letter AS d;
 
 
@@ -2841,6 +2847,47 @@ BEGIN
     PERFORM fencepost._decide_dead_letter('read_dead_letter', v_letter, p_actor, p_reason, 'read');
     headers := v_letter.headers;
     payload := v_letter.payload;
+END $$;
+
+
+-- inbox/old_epoch.sql
+-- What this installation accepted before a rotation: its consumers set it aside until an authority admin releases it.
+
+-- Whether an event is from here, of an epoch before the one that its tenant stands at now, and not released under that one.
+-- Of other installations' events the epoch is data. `source` is what the relay writes into every event of this installation.
+CREATE OR REPLACE FUNCTION fencepost._is_of_old_epoch(
+    p_tenant text, p_consumer text, p_source text, p_epoch bigint, p_event_id uuid, p_meaning bytea, p_coordinates text)
+RETURNS boolean LANGUAGE sql STABLE AS $$
+    SELECT EXISTS (SELECT FROM fencepost.installation AS i WHERE p_source = 'urn:fencepost:' || i.id)
+       AND p_epoch < fencepost._epoch(p_tenant)
+       AND NOT EXISTS (SELECT FROM fencepost.dead_letter AS d
+                       WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.event_id = p_event_id
+                         AND d.arrived_meaning = p_meaning AND d.released_epoch = fencepost._epoch(p_tenant))
+$$;
+
+-- Lets a delivery be handled under the epoch that its tenant stands at now, although it was accepted under an older one: its
+-- consumer handles it in its idle time, once. After another rotation it needs another release. What was reserved in a
+-- transaction of the caller's own is let in when it is delivered again. Waits at most five seconds while it is being handled.
+-- Locks: gate (ROW SHARE), so that the epoch stands still, then the letter.
+CREATE OR REPLACE FUNCTION fencepost.release_dead_letter(p_id bigint, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_letter fencepost.dead_letter;
+    v_epoch bigint;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    v_letter := fencepost._lock_dead_letter(p_id);
+    IF v_letter.reason <> 'old_epoch' THEN
+        PERFORM fencepost._refuse('ZF003', 'it was not set aside for its epoch', 'epoch', 'retry it: fencepost deadletters retry');
+    END IF;
+    v_epoch := fencepost._epoch(v_letter.tenant);
+    UPDATE fencepost.dead_letter AS d SET released_epoch = v_epoch, takes = 0,
+        due_at = CASE WHEN d.coordinates ~ '^\["(kafka|rabbitmq)",' THEN clock_timestamp() END
+    WHERE d.id = p_id;
+    PERFORM fencepost._decide_dead_letter('release_dead_letter', v_letter, p_actor, p_reason, 'released under epoch ' || v_epoch);
 END $$;
 
 
@@ -3013,6 +3060,7 @@ END $$;
 -- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
 -- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
 -- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
+-- dead letter, not handled), old_epoch (nothing is known of it, and it is from here and of an epoch that is over: kept as a
 -- dead letter, not handled). Without headers and payload nothing can be kept: then alone says that nothing is recorded, and
 -- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout,
 -- or with p_wait_ms, which leaves lock_timeout as it was, and marks application_name until the transaction ends: the server
@@ -3026,6 +3074,7 @@ DECLARE
     v_meaning bytea;
     v_known bytea;
     v_epoch bigint;
+    v_in_force boolean;
     v_horizon timestamptz;
     v_settings text[];
     v_ignored text;
@@ -3075,11 +3124,16 @@ BEGIN
 
     INSERT INTO fencepost.reservation (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
     VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
-    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
+    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING
+    -- Nearly always true, and then the epoch is in force; a statement of its own would cost more than this whole insertion.
+    RETURNING (SELECT p_epoch >= i.epoch_counter OR p_source <> 'urn:fencepost:' || i.id FROM fencepost.installation AS i)
+    INTO v_in_force;
     IF FOUND THEN
         -- Nothing so young was ever forgotten: purges keep a grace period of an hour at least, behind a horizon that no clock
-        -- is ahead of.
-        IF p_event_time >= clock_timestamp() - interval '1 hour' THEN
+        -- is ahead of. And its epoch is in force, unless the insertion waited, or looked at an old snapshot: see below.
+        IF p_event_time >= clock_timestamp() - interval '1 hour' AND v_in_force
+           AND clock_timestamp() <= statement_timestamp() + interval '5 milliseconds'
+           AND current_setting('transaction_isolation') = 'read committed' THEN
             v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
             RETURN;
         END IF;
@@ -3088,9 +3142,20 @@ BEGIN
         IF current_setting('transaction_isolation') <> 'read committed' THEN
             -- This snapshot may be older than that: raises 40001 if the row came, or was changed, after it.
             INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+            -- And older than a rotation, which changes this row: the same.
+            INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
+            WHERE p_source = 'urn:fencepost:' || i.id ON CONFLICT DO NOTHING;
         END IF;
         SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
-        IF p_event_time < v_horizon THEN
+        -- Invariant: nothing from here stays reserved by a statement that begins after the commit of the rotation which ended its
+        -- epoch. Who began before that commit and ends after it is like a handler that was under way: an authority that was in
+        -- use already. Who has waited for another copy in between looks again all the same.
+        IF (NOT v_in_force OR clock_timestamp() > statement_timestamp() + interval '5 milliseconds')
+           AND fencepost._is_of_old_epoch(p_tenant, p_consumer, p_source, p_epoch, p_event_id, v_meaning, p_coordinates) THEN
+            DELETE FROM fencepost.reservation AS r
+            WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+            outcome := 'old_epoch';
+        ELSIF p_event_time < v_horizon THEN
             -- A type that is kept for ever has a horizon of its own, which is no younger.
             IF p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
                                         WHERE f.consumer = p_consumer AND f.type = p_type), v_horizon)
@@ -3129,6 +3194,10 @@ BEGIN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'conflict', 'operation',
             'the operation was already handled with another meaning', p_tenant, p_operation, p_type, p_version,
             p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
+    ELSIF outcome = 'old_epoch' THEN
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'old_epoch', 'epoch',
+            format('accepted here under epoch %s, and the tenant stands at epoch %s', p_epoch, fencepost._epoch(p_tenant)),
+            p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
     ELSE
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
@@ -3240,20 +3309,28 @@ BEGIN
     -- Invariant: as in reserve, the horizon is read by a statement after the insertion.
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+        INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
+        WHERE 'urn:fencepost:' || i.id = ANY (p_sources) ON CONFLICT DO NOTHING;
     END IF;
     SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
 
     -- Nearly every batch is new as a whole; the horizon of a type that is kept for ever is no younger.
-    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon) THEN
+    -- Invariant: so are the epochs, for it may have waited for another copy across a rotation (see reserve).
+    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon)
+       AND NOT EXISTS (SELECT FROM fencepost.installation AS i CROSS JOIN unnest(p_tenants, p_sources, p_epochs) AS u (t, s, p)
+                       WHERE u.s = 'urn:fencepost:' || i.id AND u.p < i.epoch_counter
+                         AND u.p < greatest(i.floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.t))) THEN
         RETURN QUERY SELECT u.n, 'reserved'::text, (v_arrivals ->> u.c)::integer, false
                      FROM unnest(p_coordinates) WITH ORDINALITY AS u (c, n);
         RETURN;
     END IF;
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
-            coalesce(u.at < coalesce(f.horizon, v_horizon), false) AS old, r.meaning, r.epoch
-        FROM unnest(p_coordinates, p_tenants, p_operations, p_types, p_epochs, v_meanings, p_event_times)
-             WITH ORDINALITY AS u (c, t, o, y, p, m, at, n)
+            coalesce(u.at < coalesce(f.horizon, v_horizon), false)
+            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch
+        FROM fencepost.installation AS i
+        CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, v_meanings, p_event_times)
+             WITH ORDINALITY AS u (c, t, o, y, s, p, m, at, n)
         LEFT JOIN fencepost.reservation AS r
             ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y
         LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = p_consumer AND f.type = u.y
@@ -3439,7 +3516,10 @@ BEGIN
     PERFORM fencepost._require_identity('reason', p_reason);
     PERFORM fencepost._enter();
     v_letter := fencepost._lock_dead_letter(p_id);
-    IF v_letter.coordinates !~ '^\["(kafka|rabbitmq)",' THEN
+    IF v_letter.reason = 'old_epoch' THEN
+        PERFORM fencepost._refuse('ZF003', 'it was accepted under an older epoch of this installation', 'epoch',
+            'an authority admin may release it: fencepost deadletters release; or discard it');
+    ELSIF v_letter.coordinates !~ '^\["(kafka|rabbitmq)",' THEN
         PERFORM fencepost._refuse('ZF003', 'it was reserved by a caller with a transaction of its own', 'coordinates',
             'have its sender deliver it again, or discard it');
     ELSIF coalesce(p_unhandled, false) <> (v_letter.reason = 'before_horizon') THEN
@@ -3494,6 +3574,7 @@ BEGIN
         ORDER BY d.last_at DESC, d.id DESC LIMIT 1;
         UPDATE fencepost.dead_letter AS d
         SET due_at = NULL, unhandled = d.unhandled OR v_letter.unhandled,
+            released_epoch = greatest(d.released_epoch, v_letter.released_epoch),
             attempts = d.attempts + CASE WHEN d.id = p_id THEN 0 ELSE v_letter.attempts END
         WHERE d.id = v_youngest;
     END IF;

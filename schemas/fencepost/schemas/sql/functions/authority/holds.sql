@@ -32,6 +32,9 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT 'effect unknown', e.assignee, e.tenant, e.class, count(*), min(e.unknown_since)
     FROM fencepost.effect AS e WHERE e.state = 'unknown' GROUP BY e.assignee, e.tenant, e.class
     UNION ALL
+    SELECT 'event of an old epoch', 'authority admin', d.tenant, NULL, count(*), min(d.created_at)
+    FROM fencepost.dead_letter AS d WHERE d.reason = 'old_epoch' AND d.due_at IS NULL GROUP BY d.tenant
+    UNION ALL
     SELECT 'begun, and its job is lost', 'operator', b.tenant, b.class, count(*), min(b.found_at)
     FROM fencepost.lost_begin AS b
     -- Submitted again and known by now, it is an effect like any other.
