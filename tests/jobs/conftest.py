@@ -32,6 +32,8 @@ TABLES = (
     "decision",
     "tenant",
     "restriction",
+    "principal_grant",
+    "principal",
     "lost_begin",
     "duty",
     "schedule",

@@ -40,7 +40,7 @@ KEPT = {
     *("destination", "route", "job_class", "attempt", "staged", "publication", "effect_event", "job_event"),
     *("consumer", "consumer_forever", "consumer_topic", "protected", "manifest", "paused", "lifecycle"),
     *("signal", "progress", "result"),
-    *("restriction", "lost_begin"),
+    *("restriction", "lost_begin", "principal", "principal_grant"),
     # Follows the jobs: one that ages is pointed to anew.
     "agenda",
 }
