@@ -16,6 +16,7 @@ from fencepost.operate import (
     doctor,
     effects,
     grants,
+    guard,
     inbox,
     job_signals,
     jobs,
@@ -25,6 +26,7 @@ from fencepost.operate import (
     orphans,
     owner,
     parked,
+    principals,
     protected,
     queues,
     relay,
@@ -83,6 +85,8 @@ jobs.app.add_typer(owner.app, name="owner")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")
+authority.app.command("guard")(guard.guard)
+authority.app.add_typer(principals.app, name="principal")
 app.add_typer(authority.app, name="authority")
 app.add_typer(schemas.app, name="schemas")
 
