@@ -70,7 +70,8 @@ def heartbeat(conn: Connection[Any]) -> Finding:
     if seconds > BEAT_SECONDS_MAX:
         return warn(
             "heartbeat",
-            f"the last beat was {age(seconds)} ago: nobody keeps the witness; run a relay or a worker with FENCEPOST_STATE",
+            f"the last beat was {age(seconds)} ago: nobody keeps the witness; run a relay or a worker with FENCEPOST_STATE,"
+            " or `fencepost authority guard`",
         )
     return ok("heartbeat", f"{age(seconds)} ago")
 

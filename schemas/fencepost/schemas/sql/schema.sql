@@ -927,6 +927,24 @@ CREATE TABLE fencepost.restriction (
     PRIMARY KEY (kind, subject)
 );
 
+-- Who acts without a job. login: whose sessions alone may act as it; null: of any login that may ask.
+CREATE TABLE fencepost.principal (
+    principal text PRIMARY KEY,
+    login     text,
+    since     timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- tenant, class: * is every one. epoch: the newest that anybody had when it was granted; a tenant that got a newer one since,
+-- by rotation or recovery, is not covered any more.
+CREATE TABLE fencepost.principal_grant (
+    principal text NOT NULL REFERENCES fencepost.principal,
+    tenant    text NOT NULL,
+    class     text NOT NULL,
+    epoch     bigint NOT NULL,
+    since     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (principal, tenant, class)
+);
+
 -- sealed_start: when the server was started on which the seal was written; a seal is broken by arming elsewhere or on purpose.
 ALTER TABLE fencepost.tip ADD COLUMN sealed_start timestamptz;
 
@@ -935,7 +953,7 @@ ALTER TABLE fencepost.authority_log ADD CONSTRAINT authority_log_kind_check CHEC
     'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0017_authority.sql', 'b63f8a981e5dee4d6d3607960f42566afa7ef4b34f5aa61e0fd2450b67633fc8');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0017_authority.sql', '95b761de5773d0340dd8487e22742ebd5176d847f71a7c975069c1070544cc44');
 
 -- 0018_job_doorbell.sql
 -- The doorbell of jobs: until when (microseconds since 1970) some worker sleeps and wants to be rung; nothing or the past: nobody.
@@ -955,7 +973,8 @@ CREATE TABLE fencepost.lifecycle (
 
 ALTER TABLE fencepost.authority_log DROP CONSTRAINT authority_log_kind_check;
 ALTER TABLE fencepost.authority_log ADD CONSTRAINT authority_log_kind_check CHECK (kind IN (
-    'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered', 'handed_over'));
+    'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered', 'handed_over',
+    'registered', 'granted', 'revoked'));
 
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
@@ -964,7 +983,7 @@ ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN
     'take_over', 'give_back', 'release_dead_letter'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', 'd93a8691b3b75bc84dd95d9465d2809a1d20a0e02df5c560aca7f132523e22ab');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', '14a75f962abd95dbe6107927be5fd3ce5e0f26bbb974a8ca70e0889bf5db2df8');
 
 -- 0020_positions.sql
 -- Positions: how far consumers have read, as this database knows it, so that a restored one is given again what it lost.
@@ -1266,8 +1285,9 @@ RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     LOCK TABLE fencepost.gate IN ROW SHARE MODE;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        -- An older snapshot would show the old epoch; the row lock raises 40001 if it changed since.
+        -- An older snapshot would show the old epoch, or no restriction; the row locks raise 40001 if that changed since.
         PERFORM FROM fencepost.installation FOR SHARE;
+        PERFORM FROM fencepost.ticket FOR SHARE;
     END IF;
     IF NOT fencepost.armed() THEN
         PERFORM fencepost._refuse('ZF001', 'this database is not armed', 'armed',
@@ -1342,6 +1362,12 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
            CASE r.kind WHEN 'tenant' THEN r.subject END, CASE r.kind WHEN 'class' THEN r.subject END, 1, r.since
     FROM fencepost.restriction AS r
     UNION ALL
+    -- One for every tenant counts here once no tenant is left that it covers.
+    SELECT 'grant of an old epoch: ' || g.principal, 'authority admin', g.tenant, g.class, 1, g.since
+    FROM fencepost.principal_grant AS g
+    CROSS JOIN fencepost.installation AS i LEFT JOIN fencepost.tenant AS t ON t.tenant = g.tenant
+    WHERE g.epoch < greatest(i.floor, t.epoch)
+    UNION ALL
     (SELECT CASE WHEN j.exec = 'poison' THEN 'poison'
                  WHEN j.suspect AND NOT coalesce(k.policy = 'strict' AND j.applied_effects > 0, false) THEN 'effects suspect'
                  ELSE 'can resume' END AS what,
@@ -1383,6 +1409,73 @@ RETURNS bigint LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog
         FROM fencepost.authority_log AS l) AS l
     WHERE NOT l.holds
 $$;
+
+
+-- authority/principals.sql
+-- Registers a principal, or changes the login whose sessions alone may act as it (null: of any login that may ask).
+CREATE OR REPLACE FUNCTION fencepost.register_principal(
+    p_principal text, p_login text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._change_principal(p_principal, p_version, p_actor, p_reason);
+    IF p_login IS NOT NULL THEN
+        PERFORM fencepost._require_identity('login', p_login);
+    END IF;
+    INSERT INTO fencepost.principal AS p (principal, login) VALUES (p_principal, p_login)
+    ON CONFLICT (principal) DO UPDATE SET login = p_login, since = clock_timestamp();
+    PERFORM fencepost._log_authority('registered', jsonb_build_object(
+        'principal', p_principal, 'login', p_login, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+END $$;
+
+-- Lets a principal act for a tenant on work of a class (*: every one), as long as the tenant's epoch stands. Granted again, it
+-- stands under the epoch of now. Returns the newest epoch, which is the last one that it covers.
+CREATE OR REPLACE FUNCTION fencepost.grant_principal(
+    p_principal text, p_tenant text, p_class text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_epoch bigint;
+BEGIN
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._change_principal(p_principal, p_version, p_actor, p_reason);
+    IF NOT EXISTS (SELECT FROM fencepost.principal AS p WHERE p.principal = p_principal) THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such principal', 'principal', 'register it first: fencepost authority principal add');
+    END IF;
+    SELECT i.epoch_counter INTO STRICT v_epoch FROM fencepost.installation AS i;
+    INSERT INTO fencepost.principal_grant (principal, tenant, class, epoch) VALUES (p_principal, p_tenant, p_class, v_epoch)
+    ON CONFLICT (principal, tenant, class) DO UPDATE SET epoch = v_epoch, since = clock_timestamp();
+    PERFORM fencepost._log_authority('granted', jsonb_build_object('principal', p_principal, 'tenant', p_tenant, 'class', p_class,
+        'epoch', v_epoch, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+    RETURN v_epoch;
+END $$;
+
+-- Takes grants back: those of this tenant and class, null for whatever it is (* is the grant for every one, and only that).
+-- Returns how many there were. No restore gives them back: it puts every tenant under an epoch that no grant covers.
+CREATE OR REPLACE FUNCTION fencepost.revoke_principal(
+    p_principal text, p_tenant text, p_class text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_count bigint;
+BEGIN
+    PERFORM fencepost._change_principal(p_principal, p_version, p_actor, p_reason);
+    DELETE FROM fencepost.principal_grant AS g
+    WHERE g.principal = p_principal AND g.tenant = coalesce(p_tenant, g.tenant) AND g.class = coalesce(p_class, g.class);
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    IF v_count > 0 THEN
+        PERFORM fencepost._log_authority('revoked', jsonb_build_object('principal', p_principal, 'tenant', p_tenant, 'class', p_class,
+            'grants', v_count, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+    END IF;
+    RETURN v_count;
+END $$;
+
+CREATE OR REPLACE FUNCTION fencepost._change_principal(p_principal text, p_version bigint, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM fencepost._require_identity('principal', p_principal);
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._change(p_version);
+END $$;
 
 
 -- authority/recover.sql
@@ -1955,6 +2048,55 @@ CREATE OR REPLACE VIEW fencepost.status AS
     JOIN fencepost.job AS j ON j.tenant = o.tenant AND j.operation = o.operation AND j.class = k.class
     WHERE k.job_limit IS NOT NULL AND j.exec = 'running' AND j.generation = o.generation
     GROUP BY k.class, k.job_limit HAVING count(*) >= k.job_limit;
+
+
+-- authority/within.sql
+-- Refuses unless this principal may act for the tenant, on work of this class (null: of none in particular), and keeps that true
+-- until the caller's transaction ends: whatever changes authority waits for it. Writes nothing. Returns the tenant's epoch.
+-- Take it outside savepoints, before any domain write: rolling back to an earlier one gives the lock back.
+-- Locks: gate; at isolation levels with an older snapshot also what it has read, so that a change since raises 40001.
+CREATE OR REPLACE FUNCTION fencepost.within(p_principal text, p_tenant text, p_class text)
+RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_epoch bigint;
+    v_granted bigint;
+    v_restricted text;
+BEGIN
+    PERFORM fencepost._require_identity('principal', p_principal);
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    IF p_class IS NOT NULL THEN
+        PERFORM fencepost._require_identity('class', p_class);
+    END IF;
+    PERFORM fencepost._enter();
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        PERFORM FROM fencepost.principal AS p WHERE p.principal = p_principal FOR SHARE;
+        PERFORM FROM fencepost.principal_grant AS g WHERE g.principal = p_principal FOR SHARE;
+    END IF;
+    SELECT r.kind INTO v_restricted FROM fencepost.restriction AS r
+    WHERE r.kind = 'principal' AND r.subject = p_principal
+       OR r.kind = 'tenant' AND r.subject = p_tenant
+       OR r.kind = 'class' AND r.subject = p_class
+    ORDER BY r.kind LIMIT 1;
+    IF FOUND THEN
+        PERFORM fencepost._refuse('ZF061', 'the ' || v_restricted || ' is restricted', v_restricted,
+            'an authority admin may lift it: fencepost authority lift');
+    ELSIF NOT EXISTS (SELECT FROM fencepost.principal AS p
+                      WHERE p.principal = p_principal AND coalesce(p.login, session_user) = session_user) THEN
+        PERFORM fencepost._refuse('ZF061', 'it is no principal, or not one of this login', 'principal',
+            'an authority admin registers it: fencepost authority principal add');
+    END IF;
+    v_epoch := fencepost._epoch(p_tenant);
+    SELECT max(g.epoch) INTO v_granted FROM fencepost.principal_grant AS g
+    WHERE g.principal = p_principal AND g.tenant IN (p_tenant, '*') AND g.class IN (p_class, '*');
+    IF v_granted IS NULL THEN
+        PERFORM fencepost._refuse('ZF061', 'this was not granted to the principal', 'grant',
+            'an authority admin may grant it: fencepost authority principal grant');
+    ELSIF v_granted < v_epoch THEN
+        PERFORM fencepost._refuse('ZF020', 'it was granted under an older epoch of the tenant', 'epoch',
+            'an authority admin may grant it anew: fencepost authority principal grant');
+    END IF;
+    RETURN v_epoch;
+END $$;
 
 
 -- effects/begin_effect.sql

@@ -7,7 +7,8 @@ CREATE TABLE fencepost.lifecycle (
 
 ALTER TABLE fencepost.authority_log DROP CONSTRAINT authority_log_kind_check;
 ALTER TABLE fencepost.authority_log ADD CONSTRAINT authority_log_kind_check CHECK (kind IN (
-    'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered', 'handed_over'));
+    'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered', 'handed_over',
+    'registered', 'granted', 'revoked'));
 
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
