@@ -21,7 +21,7 @@ demo: $(STAMP) ## the main job before your eyes (BROKER=embedded|kafka|rabbitmq)
 	@case "$(BROKER)" in embedded) ;; *) compose/install ;; esac
 	$(PY) examples/reports/demo.py --broker $(BROKER)
 
-test: $(STAMP) services ## every test on real PostgreSQL 18 and 15, PgBouncer, RabbitMQ and Kafka (WORKERS=0: in one process)
+test: $(STAMP) services ## every test on real PostgreSQL 18 and 15, PgBouncer, RabbitMQ, Kafka and S3Proxy (WORKERS=0: in one process)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(STAMP) ## linters, both type checkers, import contracts, layout
