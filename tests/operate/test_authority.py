@@ -91,7 +91,8 @@ def test_a_sealed_database_is_armed_again_on_purpose(database18: Database, fence
     assert fencepost(database18, "authority", "arm").out == "armed already\n"
     assert fencepost(database18, "authority", "seal", *WHY).code == 0
     assert fencepost(database18, "authority", "freeze", "--all", *WHY).code == 1
-    assert json.loads(fencepost(database18, "authority", "status", "--json").out)["armed"] is False
+    found = json.loads(fencepost(database18, "authority", "status", "--json").out)
+    assert found["armed"] is False and "sealed for a planned move" in found["why"]
     assert fencepost(database18, "authority", "arm").out == "armed\n"
     assert fencepost(database18, "authority", "freeze", "--all", *WHY).code == 0
 
@@ -133,6 +134,19 @@ def test_a_dump_of_this_moment_in_another_database_is_not_taken_for_a_restart(
     for asked in (fencepost(copy, "authority", "status"), fencepost(copy, "doctor")):
         assert "another database than the witness saw" in asked.out and "after a plain restart" not in asked.out
     assert asked.code == 1
+
+
+def test_a_sealed_database_that_was_moved_is_not_taken_for_a_restored_one(made: Restores, fencepost: Fencepost) -> None:
+    assert fencepost(made.live, "authority", "seal", *WHY).code == 0
+    elsewhere = made.restored(made.copy())
+
+    for asked in (fencepost(elsewhere, "authority", "status"), fencepost(elsewhere, "doctor")):
+        assert "sealed for a planned move" in asked.out and "another database" not in asked.out
+
+    assert fencepost(elsewhere, "authority", "arm").code == 0
+    assert "armed: this database may publish" in fencepost(elsewhere, "authority", "status").out
+    left = fencepost(made.live, "authority", "status")
+    assert "another database than the witness saw" in left.out and "sealed for" not in left.out
 
 
 @pytest.fixture(scope="module")
