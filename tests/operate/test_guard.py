@@ -97,11 +97,7 @@ def test_a_guard_leaves_a_restored_database_disarmed_until_an_operator_recovers_
         (tmp_path / "old").mkdir()
         with running(old, *GUARD, folder=tmp_path / "old") as guard, old.connect(autocommit=True) as conn:
             wait_for(lambda: "disarmed, nothing is published" in guard.text, 20, "the guard to say so")
-            lease = "SELECT lease_until FROM fencepost.duty WHERE name = 'witness'"
-            first = conn.execute(lease).fetchone()
-            wait_for(lambda: conn.execute(lease).fetchone() != first, 20, "another turn")
             assert not armed(conn)
-            assert guard.text.count("disarmed, nothing is published") == 1
 
             recovered(old)
 

@@ -35,7 +35,7 @@ def within(
     Raises NotArmed; Restricted, whose field is ``principal`` (revoked, not registered, or of another login), ``tenant``,
     ``class`` or ``grant``; StaleFence (``epoch``) where the tenant got a new epoch after the grant; WrongTransaction as
     ``submit`` does; InvalidInput. At isolation levels above READ COMMITTED it raises psycopg's SerializationFailure where
-    authority changed since the transaction's snapshot was taken, and locks what it reads.
+    authority changed since the transaction's snapshot was taken, and locks one row of ours.
     """
     parameters: dict[str, object] = {
         "principal": as_text(principal, "principal"),

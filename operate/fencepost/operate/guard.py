@@ -3,7 +3,7 @@
     witness      beats it every two seconds, and arms again after a plain restart; after anything else all stays refused
     recycling    of the outbox and the acks, and purge of ticks and identities
     inboxes      purge of what is older than each consumer's replay window
-    effects      escalation of unknown ones
+    jobs         escalation of unknown effects, archive of finished jobs
 
 Each part is the one that runs beside a relay, a consumer or a worker, under the same row lease: any number may run. Expired
 leases of jobs are taken back by the workers that claim, and by nobody else.
@@ -13,6 +13,7 @@ Killed at any moment: whoever has the lease next goes on, and the witness's inte
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import LiteralString
@@ -24,8 +25,8 @@ from fencepost.jobs.upkeep import Upkeep as Effects
 from fencepost.operate import settings
 from fencepost.operate.signals import draining
 from fencepost.relay.recycling import Recycler
-from fencepost.schemas.connect import connect
-from fencepost.schemas.errors import FencepostError
+from fencepost.schemas.contract import connect
+from fencepost.schemas.errors import FencepostError, Unreachable
 from fencepost.schemas.keeper import Keeper
 
 __all__ = ["Inboxes", "guard"]
@@ -80,6 +81,9 @@ def guard() -> None:
     chosen = settings.load()
     dsn = chosen.dsn()
     stop = threading.Event()
+    with contextlib.suppress(Unreachable):
+        # Of another contract it ends at once; one that does not answer is waited for.
+        connect(dsn).close()
     inboxes = Inboxes(dsn)
     parts = (Keeper(dsn, chosen.outside()), Recycler(dsn), Effects(dsn, "guard", {}))
     with draining(stop.set):

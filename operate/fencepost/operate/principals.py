@@ -14,7 +14,7 @@ from fencepost.operate import printing, settings
 from fencepost.operate.authority import Actor, AsJson, DryRun, Evidence, Reason, Version
 from fencepost.operate.effects import login_name
 from fencepost.operate.refusals import ExitCode
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 
 app = typer.Typer(no_args_is_help=True, help="Who acts without a job: add, grant, revoke, list.")
 

@@ -16,9 +16,8 @@ RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     LOCK TABLE fencepost.gate IN ROW SHARE MODE;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        -- An older snapshot would show the old epoch, or no restriction; the row locks raise 40001 if that changed since.
+        -- An older snapshot would show the old epoch; the row lock raises 40001 if it changed since.
         PERFORM FROM fencepost.installation FOR SHARE;
-        PERFORM FROM fencepost.ticket FOR SHARE;
     END IF;
     IF NOT fencepost.armed() THEN
         PERFORM fencepost._refuse('ZF001', 'this database is not armed', 'armed',

@@ -61,4 +61,5 @@ BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
     PERFORM fencepost._change(p_version);
+    PERFORM fencepost._outdate();
 END $$;

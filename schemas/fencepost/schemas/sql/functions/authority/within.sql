@@ -1,7 +1,7 @@
 -- Refuses unless this principal may act for the tenant, on work of this class (null: of none in particular), and keeps that true
 -- until the caller's transaction ends: whatever changes authority waits for it. Writes nothing. Returns the tenant's epoch.
 -- Take it outside savepoints, before any domain write: rolling back to an earlier one gives the lock back.
--- Locks: gate; at isolation levels with an older snapshot also what it has read, so that a change since raises 40001.
+-- Locks: gate.
 CREATE OR REPLACE FUNCTION fencepost.within(p_principal text, p_tenant text, p_class text)
 RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -15,10 +15,6 @@ BEGIN
         PERFORM fencepost._require_identity('class', p_class);
     END IF;
     PERFORM fencepost._enter();
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
-        PERFORM FROM fencepost.principal AS p WHERE p.principal = p_principal FOR SHARE;
-        PERFORM FROM fencepost.principal_grant AS g WHERE g.principal = p_principal FOR SHARE;
-    END IF;
     SELECT r.kind INTO v_restricted FROM fencepost.restriction AS r
     WHERE r.kind = 'principal' AND r.subject = p_principal
        OR r.kind = 'tenant' AND r.subject = p_tenant
