@@ -14,7 +14,7 @@ from fencepost.jobs.claim import claim, marks
 from fencepost.jobs.fence import Fence, complete, fence
 from fencepost.jobs.publish import publish
 from fencepost.jobs.reconcile import reconcile
-from fencepost.jobs.recovery import holds
+from fencepost.jobs.recovery import holds, recover
 from fencepost.jobs.renew import renew
 from fencepost.schemas import arming
 from fencepost.schemas.errors import (
@@ -430,3 +430,77 @@ def test_a_sealed_database_arms_itself_elsewhere_and_the_one_it_left_does_not(da
             arming.beat(conn, FileWitness(elsewhere.state))
         with pytest.raises(WitnessMismatch):
             arming.arm(made.live.dsn, made.live.state, unseal=True)
+
+
+@pytest.mark.parametrize("act", ["freeze", "freeze everybody", "disable", "revoke nobody", "seal"])
+def test_an_older_snapshot_never_reads_the_authority_before(database18: Database, act: str) -> None:
+    with two(database18) as (auto, manual):
+        given(auto)
+        given(auto, "other")
+        mine, other = claimed_one(auto, "op-1"), claimed_one(auto, "other")
+
+        def older() -> None:
+            manual.rollback()
+            manual.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            manual.execute("SELECT count(*) FROM fencepost.job")
+
+        older()
+        begun(manual, other)  # the control
+        manual.commit()
+        older()
+        match act:
+            case "freeze":
+                freeze(auto, BY, tenant="t")
+            case "freeze everybody":
+                freeze(auto, BY)
+            case "disable":
+                restrict(database18.dsn, database18.state, BY, "class", "another")
+            case "revoke nobody":
+                restrict(database18.dsn, database18.state, BY, "principal", "eve")
+                lift(database18.dsn, database18.state, BY, "principal", "eve")
+            case _:
+                seal(database18.dsn, database18.state, BY)
+        with pytest.raises(psycopg.errors.SerializationFailure):
+            begun(manual, mine)
+        manual.rollback()
+        if act == "seal":
+            arming.arm(database18.dsn, database18.state, unseal=True)
+        assert effect(auto, "state", "other") == "pending"
+
+
+def test_a_revoked_admin_changes_no_authority_and_takes_none_away(databases18: Databases) -> None:
+    with separated(databases18) as roles:
+        admin, state = roles.login("authority_admin", "reader"), roles.database.state
+        freeze_and_thaw(admin)  # the control
+        arming.arm(admin.dsn, state)
+        restrict(roles.database.dsn, state, BY, "principal", roles.name("authority_admin", "reader"))
+
+        with admin.connect(autocommit=True) as conn:
+            with pytest.raises(Restricted):
+                conn.execute("SELECT fencepost.disarm()")
+            with pytest.raises(Restricted):
+                freeze(conn, BY)
+        for refused in (
+            lambda: arming.arm(admin.dsn, state),
+            lambda: rotate(admin.dsn, state, BY),
+            lambda: lift(admin.dsn, state, BY, "principal", roles.name("authority_admin", "reader")),
+        ):
+            with pytest.raises(Restricted):
+                refused()
+        with roles.database.connect(autocommit=True) as conn:
+            assert arming.read_tip(conn).armed
+            conn.execute("DELETE FROM fencepost.ticket")
+        with pytest.raises(Restricted):
+            arming.ensure_armed(admin.dsn, state)
+        with pytest.raises(Restricted):
+            recover(admin.dsn, state, BY)
+        assert not arming.ensure_armed(roles.database.dsn, state).already
+        lift(roles.database.dsn, state, BY, "principal", roles.name("authority_admin", "reader"))
+        freeze_and_thaw(admin)
+
+
+def freeze_and_thaw(database: Database) -> None:
+    """What an authority admin may do."""
+    with database.connect(autocommit=True) as conn:
+        freeze(conn, BY)
+        thaw(conn, BY)

@@ -8,6 +8,7 @@ import pytest
 from fencepost.jobs.authority import By
 from fencepost.jobs.cancel import cancel, requeue
 from fencepost.jobs.claim import claim
+from fencepost.jobs.effects import record
 from fencepost.jobs.fail import fail, release
 from fencepost.jobs.lifecycle import FENCEPOST, Taken, give_back, hand_over, own, take_over
 from fencepost.jobs.publish import publish
@@ -275,3 +276,20 @@ def given_again(conn: Conn, operation: str) -> bool:
     """Whether the same submission makes a new job."""
     with conn.transaction():
         return bool(submit(conn, CLASS, tenant="t", operation=operation, args={"n": 1}))
+
+
+def test_a_job_that_has_begun_anything_stays_whatever_became_of_it(database18: Database) -> None:
+    """A receipt that comes late blocks it, and nobody could tell that to another implementation."""
+    with database18.connect(autocommit=True) as conn:
+        given(conn, "op-1")
+        fence = claimed(conn, "op-1").fence
+        attempt = begun(conn, fence)
+        record(conn, fence, "e1", attempt, "failed_before_dispatch", reason="refused")
+        release(conn, fence)
+        given(conn, "op-2")
+        theirs(conn)
+
+        assert [job.operation for job in take(conn)] == ["op-2"]
+
+        assert record(conn, fence, "e1", attempt, "success", receipt="r-1") == "unknown"
+        assert show(conn, "op-1") == "blocked"

@@ -98,9 +98,12 @@ def test_every_job_comes_back_as_what_may_be_known_of_it(both: Restores) -> None
         given(conn, "queued")
     old = both.restored(both.backup())
 
+    with old.connect(autocommit=True) as conn:
+        numbers = conn.execute("SELECT last_value, is_called FROM fencepost.outbox_seq").fetchone()
     would = recovered(old, dry_run=True)
     with old.connect(autocommit=True) as conn:
         assert not arming.read_tip(conn).armed and show(conn, "queued") == "queued"
+        assert conn.execute("SELECT last_value, is_called FROM fencepost.outbox_seq").fetchone() == numbers
     done = recovered(old)
 
     assert (would.jobs, would.unknown, [replace(h, oldest=None) for h in would.holds]) == (
@@ -160,9 +163,15 @@ def test_begins_of_the_runners_journals_are_unknown_and_those_of_lost_jobs_are_n
         journal.note(Outcome(effect_attempt=lost.effect_attempt, outcome="success", reason=None))
     journal.close()
     old = made.restored(backup)
+    would = recovered(old, journals=[tmp_path / "journal"], dry_run=True)
+    with old.connect(autocommit=True) as conn:
+        assert not arming.read_tip(conn).armed
+        assert conn.execute("SELECT count(*) FROM fencepost.lost_begin").fetchone() == (0,)
 
     done = recovered(old, journals=[tmp_path / "journal"])
 
+    assert replace(would, holds=()) == replace(done, holds=())
+    assert [replace(h, oldest=None) for h in would.holds] == [replace(h, oldest=None) for h in done.holds]
     assert (done.presented, [b.operation for b in done.lost], done.damaged) == (3, ["lost"], ())
     again = recovered(old, journals=[tmp_path / "journal"])
     assert again.already and (again.presented, again.lost, again.holds) == (3, done.lost, done.holds)

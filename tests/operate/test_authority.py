@@ -94,7 +94,8 @@ def test_a_sealed_database_is_armed_again_on_purpose(database18: Database, fence
     assert fencepost(database18, "authority", "arm").out == "armed already\n"
     assert fencepost(database18, "authority", "seal", *WHY).code == 0
     assert fencepost(database18, "authority", "freeze", "--all", *WHY).code == 1
-    assert json.loads(fencepost(database18, "authority", "status", "--json").out)["armed"] is False
+    found = json.loads(fencepost(database18, "authority", "status", "--json").out)
+    assert found["armed"] is False and "sealed for a planned move" in found["why"]
     assert fencepost(database18, "authority", "arm").out == "armed\n"
     assert fencepost(database18, "authority", "freeze", "--all", *WHY).code == 0
 
@@ -146,6 +147,19 @@ def test_a_guard_arms_again_after_a_restart_and_beats_until_it_is_told_to_end(
         wait_for(lambda: arming.read_tip(conn).seq > seq, 20, "a beat")
         conn.execute("DELETE FROM fencepost.ticket")
         wait_for(lambda: arming.read_tip(conn).armed, 20, "the guard to arm it again")
+
+
+def test_a_sealed_database_that_was_moved_is_not_taken_for_a_restored_one(made: Restores, fencepost: Fencepost) -> None:
+    assert fencepost(made.live, "authority", "seal", *WHY).code == 0
+    elsewhere = made.restored(made.copy())
+
+    for asked in (fencepost(elsewhere, "authority", "status"), fencepost(elsewhere, "doctor")):
+        assert "sealed for a planned move" in asked.out and "another database" not in asked.out
+
+    assert fencepost(elsewhere, "authority", "arm").code == 0
+    assert "armed: this database may publish" in fencepost(elsewhere, "authority", "status").out
+    left = fencepost(made.live, "authority", "status")
+    assert "another database than the witness saw" in left.out and "sealed for" not in left.out
 
 
 @pytest.fixture(scope="module")

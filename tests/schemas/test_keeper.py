@@ -4,10 +4,12 @@ import logging
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psycopg
 import pytest
 
+from fencepost.schemas import arming
 from fencepost.schemas.keeper import Keeper
 from fencepost.schemas.witness import FileWitness
 from support.database import Database
@@ -74,6 +76,19 @@ def test_a_second_keeper_takes_over_when_the_duty_is_free(database: Database) ->
             conn.execute("UPDATE fencepost.duty SET owner = gen_random_uuid(), lease_until = now() - interval '1 s'")
             before = seq(conn)
             wait_for(lambda: seq(conn) > before, 15, "a beat of whoever took over")
+
+
+def test_a_keeper_that_cannot_beat_leaves_the_duty_to_one_that_can(
+    database18: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arming.clone_witness(database18.state, tmp_path, database18.dsn)
+    with database18.connect(autocommit=True) as conn, caplog.at_level(logging.ERROR, "fencepost.keeper"):
+        arming.beat(conn, FileWitness(database18.state))
+        with kept(Database(database18.dsn, tmp_path)):
+            wait_for(lambda: "the witness is stale" in caplog.text, 15, "the one whose witness is stale")
+            before = seq(conn)
+            with kept(database18):
+                wait_for(lambda: seq(conn) >= before + 2, 30, "two beats of the other")
 
 
 def test_a_keeper_survives_the_loss_of_its_connection(database: Database) -> None:

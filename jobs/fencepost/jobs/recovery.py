@@ -10,13 +10,15 @@ effect pending, failed_before_dispatch,  unknown, by no attempt; "not applied" o
   resolved_not_applied
 effect that it does not know             none is made up; a runner's journal or a reconciliation makes it
 event not acked                          sent again, in a new era
+position of a Kafka consumer             stays; the consumer goes back to it by itself
+event handled from RabbitMQ, and lost    gone from its queue: a backfill sends it again
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, LiteralString
 from uuid import uuid4
@@ -25,18 +27,20 @@ from psycopg import Connection
 from psycopg.rows import class_row
 
 from fencepost.jobs.authority import By
-from fencepost.jobs.journal_begins import Begins, present
+from fencepost.jobs.journal_begins import missing, present
+from fencepost.jobs.journal_evidence import Evidence
 from fencepost.jobs.journal_records import Begin
-from fencepost.jobs.journal_scan import scan
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
-from fencepost.schemas.witness import Mark, Record, Witness, confirm, intend
+from fencepost.schemas.contract import connect
+from fencepost.schemas.witness import Mark, Record, Witness, confirm
 
-__all__ = ["Hold", "Recovered", "holds", "present_journals", "recover"]
+__all__ = ["Consumer", "Hold", "Recovered", "consumers", "holds", "present_journals", "recover"]
 
 # Numbers of events that may have been given in what was lost: the next ones are beyond them.
 NUMBERS = 1_000_000
 ANSWER_SECONDS = 3600.0
+# How long a message may have waited in its queue, and how far clocks may differ.
+MARGIN = timedelta(hours=1)
 
 RECOVER: LiteralString = """
 SELECT epoch, era, jobs, unknown, unsent FROM fencepost.recover(
@@ -47,6 +51,8 @@ SELECT fencepost.note_lost_begin(%(tenant)s, %(operation)s, %(class)s, %(effect_
 HOLDS: LiteralString = """
 SELECT h.what, h.owner, h.tenant, h.class AS job_class, h.count, h.oldest FROM fencepost.holds() AS h
 ORDER BY h.what, h.owner, h.tenant, h.class"""
+CONSUMERS: LiteralString = """
+SELECT c.consumer, c.positions, c.noted_at, c.handled_until FROM fencepost.consumer_recovery AS c ORDER BY c.consumer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,33 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Consumer:
+    """How far a consumer had come in what was restored: so many ``positions`` in Kafka, the newest noted at ``noted_at``.
+
+    ``handled_until`` is the time that the youngest handled event carries, None where none was.
+    """
+
+    consumer: str
+    positions: int
+    noted_at: datetime | None
+    handled_until: datetime | None
+
+    @property
+    def backfill_from(self) -> datetime | None:
+        """What it reads from RabbitMQ has to be sent again from here on; earlier where messages wait longer than an hour.
+
+        None where nothing was ever handled: from the oldest that is retained.
+        """
+        return None if self.handled_until is None else self.handled_until - MARGIN
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered:
     """What a recovery did: ``jobs`` are suspect, ``unknown`` effects need evidence, ``unsent`` events are sent again.
 
     ``presented`` begins of the journals are unknown, or were known; ``lost`` ones belong to jobs that this database does
     not have. ``damaged`` journals could be read in part only. ``already`` when the database was armed: only the journals were
-    presented.
+    presented. ``consumers`` are those that had handled anything, as they were at the recovery.
     """
 
     epoch: int
@@ -79,6 +106,7 @@ class Recovered:
     lost: tuple[Begin, ...] = ()
     damaged: tuple[str, ...] = ()
     holds: tuple[Hold, ...] = ()
+    consumers: tuple[Consumer, ...] = ()
     already: bool = False
 
 
@@ -99,31 +127,47 @@ def recover(
     were lost. Call it again after a crash. Raises WitnessMismatch for another installation's witness.
     """
     outside = arming.as_witness(witness)
+    evidence = [Evidence(folder) for folder in journals]
     with outside.held(), connect(dsn, answer_within=ANSWER_SECONDS) as conn:
         tip = arming.read_tip(conn)
         if tip.armed:
             # A recovery that died after its commit may not have come to the journals.
-            presented, lost, damaged = present_journals(conn, () if dry_run else journals)
+            presented, lost, damaged = present_journals(conn, evidence, dry_run=dry_run)
             found = tuple(holds(conn))
-            return Recovered(tip.epoch, presented=presented, lost=lost, damaged=damaged, holds=found, already=True)
-        record = arming.moved(outside.read(), tip)
+            known = tuple(consumers(conn))
+            if dry_run:
+                conn.rollback()
+            return Recovered(
+                tip.epoch,
+                presented=presented,
+                lost=lost,
+                damaged=damaged,
+                holds=found,
+                consumers=known,
+                already=True,
+            )
+        record = outside.read()
         mark = beyond(record, tip)
-        values = arming.parameters(record, mark) | {"numbers": numbers} | by.values()
+        # A sequence does not go back with a transaction: a dry run leaves it alone.
+        values = arming.parameters(record, mark) | {"numbers": 0 if dry_run else numbers} | by.values()
         if not dry_run:
-            # Crash here: [U1] told and not recovered: as disarmed as before; a recovery begins anew, one epoch further.
-            record = intend(outside, record, mark)
+            # Crash here: [U1] told and not recovered: as disarmed as before; a recovery begins anew, one epoch further. Where
+            # the witness saw the database last is told after it: before, a keeper would arm this one as it is.
+            record = replace(record, recovering=mark)
+            outside.write(record)
         row = conn.execute(RECOVER, values).fetchone()
         assert row is not None
         epoch, era, jobs, unknown, unsent = row
-        done = Recovered(epoch, era, jobs, unknown, unsent)
+        done = Recovered(epoch, era, jobs, unknown, unsent, consumers=tuple(consumers(conn)))
         if dry_run:
-            done = replace(done, holds=tuple(holds(conn)))
+            presented, lost, damaged = present_journals(conn, evidence, dry_run=True)
+            done = replace(done, presented=presented, lost=lost, damaged=damaged, holds=tuple(holds(conn)))
             conn.rollback()
             return done
         conn.commit()
-        # Crash here: [U2] recovered and not confirmed: the intended turn is found as the tip.
-        confirm(outside, record, mark)
-        presented, lost, damaged = present_journals(conn, journals)
+        # Crash here: [U2] recovered and not confirmed: the recovery's turn is found as the tip.
+        confirm(outside, replace(arming.moved(record, tip), recovering=None), mark)
+        presented, lost, damaged = present_journals(conn, evidence)
         return replace(done, presented=presented, lost=lost, damaged=damaged, holds=tuple(holds(conn)))
 
 
@@ -132,22 +176,25 @@ def beyond(record: Record, tip: arming.Tip) -> Mark:
 
     Invariant: the epoch is counted from the witness; the restored database has forgotten the newest ones.
     """
-    marks = [m for m in (record.head, record.intended) if m is not None]
-    seq = max(tip.seq, *(m.seq for m in marks))
+    seq = max(tip.seq, *(mark.seq for mark in record.marks))
     return Mark(seq + 1, uuid4(), max(record.epoch, tip.epoch) + 1)
 
 
-def present_journals(conn: Connection[Any], folders: Iterable[Path]) -> tuple[int, tuple[Begin, ...], tuple[str, ...]]:
+def present_journals(
+    conn: Connection[Any], journals: Iterable[Evidence], *, dry_run: bool = False
+) -> tuple[int, tuple[Begin, ...], tuple[str, ...]]:
     """Every begin in those journals is known to the database or unknown in it, or noted with its lost job; commits each.
 
-    Returns how many were presented, those of lost jobs, and the journals that do not verify to their end.
+    Returns how many were presented, those of lost jobs, and the journals that do not verify to their end. With ``dry_run``
+    nothing is committed: the caller rolls back.
     """
-    presented, lost, damaged = 0, list[Begin](), list[str]()
-    for folder in folders:
-        begins = Begins()
-        if scan(folder, begins.take).damage is not None:
-            damaged.append(str(folder))
-        for begin in (*begins.matched.values(), *begins.unmatched.values()):
+    presented, lost = 0, list[Begin]()
+
+    def take(begins: list[Begin]) -> None:
+        nonlocal presented
+        unknown = missing(conn, begins)
+        presented += len(begins) - len(unknown)
+        for begin in unknown:
             verdict = present(conn, begin)
             if verdict == "no_job":
                 conn.execute(
@@ -162,11 +209,22 @@ def present_journals(conn: Connection[Any], folders: Iterable[Path]) -> tuple[in
                 )
                 lost.append(begin)
             presented += verdict != "pending"
-            conn.commit()
-    return presented, tuple(lost), tuple(damaged)
+            if not dry_run:
+                conn.commit()
+
+    evidence = list(journals)
+    for each in evidence:
+        each.each(take)
+    return presented, tuple(lost), tuple(str(each.folder) for each in evidence if each.damaged)
 
 
 def holds(conn: Connection[Any]) -> list[Hold]:
     """What does not proceed by itself, with its owner; works on a disarmed database too."""
     with conn.cursor(row_factory=class_row(Hold)) as cursor:
         return cursor.execute(HOLDS).fetchall()
+
+
+def consumers(conn: Connection[Any]) -> list[Consumer]:
+    """Every consumer of this database as it was at the last recovery; empty before the first."""
+    with conn.cursor(row_factory=class_row(Consumer)) as cursor:
+        return cursor.execute(CONSUMERS).fetchall()

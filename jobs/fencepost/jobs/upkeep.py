@@ -27,7 +27,8 @@ from fencepost.jobs import escalation, lookup
 from fencepost.jobs.archive import Archiving
 from fencepost.jobs.context import abandonable
 from fencepost.jobs.lookup import Answer, Asked, DidNotHappen, Inconclusive, Landed, ReceiptLookup, Taken
-from fencepost.schemas.connect import ANSWER_SECONDS, connect
+from fencepost.schemas.connect import ANSWER_SECONDS
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import (
     EvidenceMissing,
     InvalidInput,

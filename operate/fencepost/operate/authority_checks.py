@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from pathlib import Path
-from typing import Any, LiteralString, NamedTuple
-from uuid import UUID
+from typing import Any, LiteralString
 
 from psycopg import Connection
-from psycopg.rows import class_row
 
 from fencepost.operate.findings import Finding, fail, ok, warn
 from fencepost.operate.printing import age
-from fencepost.schemas.arming import as_witness
+from fencepost.schemas.arming import Tip, as_witness, read_tip, settled
 from fencepost.schemas.errors import ConfigError, Damaged, Unreachable
 from fencepost.schemas.witness import Record, Witness
 
-__all__ = ["Tip", "armed", "heartbeat", "read_tip", "witness"]
+__all__ = ["armed", "heartbeat", "witness"]
 
 BEAT_SECONDS_MAX = 15.0
 LOOKS, LOOK_SECONDS = 5, 0.05
-TIP: LiteralString = """
-SELECT t.installation, t.seq, t.nonce, t.system_identifier, t.timeline, t.database_oid, t.armed, t.beat_at,
-       extract(epoch FROM clock_timestamp() - t.beat_at)::float AS beat_seconds
-FROM fencepost.tip() AS t"""
-
-
-class Tip(NamedTuple):
-    """The database's half of the witness, with the age of its last beat."""
-
-    installation: UUID
-    seq: int
-    nonce: UUID
-    system_identifier: int
-    timeline: int
-    database_oid: int
-    armed: bool
-    beat_at: datetime
-    beat_seconds: float
-
-
-def read_tip(conn: Connection[Any]) -> Tip:
-    """What the database says of itself; needs the armer or reader role."""
-    with conn.cursor(row_factory=class_row(Tip)) as cursor:
-        found = cursor.execute(TIP).fetchone()
-    assert found is not None
-    return found
+BEAT: LiteralString = "SELECT extract(epoch FROM clock_timestamp() - t.beat_at)::float FROM fencepost.tip() AS t"
 
 
 def armed(conn: Connection[Any], state: Path | Witness) -> Finding:
@@ -54,6 +26,12 @@ def armed(conn: Connection[Any], state: Path | Witness) -> Finding:
     tip, record = _look(conn, state)
     if tip.armed:
         return ok("armed", "this database may publish, claim and dispatch")
+    if isinstance(record, Record) and tip.sealed and difference(record, tip) is None:
+        return fail(
+            "armed",
+            "DISARMED, sealed for a planned move, nothing is published, claimed or dispatched; once it was restarted or runs"
+            " elsewhere a relay or a worker arms it; to take it back here: fencepost authority arm",
+        )
     if isinstance(record, Record) and difference(record, tip) is None:
         return fail(
             "armed",
@@ -86,7 +64,9 @@ def witness(conn: Connection[Any], state: Path | Witness) -> Finding:
 
 def heartbeat(conn: Connection[Any]) -> Finding:
     """Somebody beats the witness; without that an older copy of the database would not be noticed."""
-    seconds = read_tip(conn).beat_seconds
+    row = conn.execute(BEAT).fetchone()
+    assert row is not None
+    seconds = float(row[0])
     if seconds > BEAT_SECONDS_MAX:
         return warn(
             "heartbeat",
@@ -97,16 +77,17 @@ def heartbeat(conn: Connection[Any]) -> Finding:
 
 def difference(record: Record, tip: Tip) -> str | None:
     """What is not equal, in words; None when the tip is the head, or the turn that was under way."""
+    record = settled(record, tip)
+    moves = record.head.sealed and tip.sealed
     if record.installation != tip.installation:
         return "the witness belongs to another installation; check FENCEPOST_STATE"
-    if record.system_identifier != tip.system_identifier:
+    if record.system_identifier != tip.system_identifier and not moves:
         return "the database runs on another system than the witness saw"
-    if record.database_oid != tip.database_oid:
+    if record.database_oid != tip.database_oid and not moves:
         return "this is another database than the witness saw: a copy or a restore"
-    if record.timeline != tip.timeline:
+    if record.timeline != tip.timeline and not moves:
         return "the database runs on another timeline than the witness saw"
-    marks = [record.head] if record.intended is None else [record.head, record.intended]
-    if any((m.seq, m.nonce) == (tip.seq, tip.nonce) for m in marks):
+    if (tip.seq, tip.nonce) == (record.head.seq, record.head.nonce):
         return None
     if tip.seq < record.head.seq:
         return "the database is behind its witness: it was restored from an older copy"

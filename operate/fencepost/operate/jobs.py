@@ -17,7 +17,7 @@ from fencepost.operate.durations import duration
 from fencepost.operate.effects import login_name
 from fencepost.operate.job_views import Filter, StateName
 from fencepost.operate.refusals import ExitCode, code_of, line_of
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import EffectOpen, StaleFence, UnknownJob
 
 app = typer.Typer(no_args_is_help=True, help="Jobs: list, show, retry, cancel; schedules.")

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from psycopg import Connection
 
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError
 from fencepost.schemas.witness import FileWitness, Mark, Record, Witness, confirm, intend
 
@@ -143,7 +143,9 @@ def _turn(conn: Connection[tuple[object, ...]], witness: Witness, *, arming: boo
 
 
 def settled(record: Record, tip: Tip) -> Record:
-    """The record after a turn that crashed half-way: the tip tells whether the intended mark was taken."""
+    """The record after a turn that crashed half-way: the tip tells whether the intended mark, or a recovery's, was taken."""
+    if record.recovering is not None and (tip.seq, tip.nonce) == (record.recovering.seq, record.recovering.nonce):
+        return moved(replace(record, head=record.recovering, intended=None, recovering=None), tip)
     if record.intended is not None and (tip.seq, tip.nonce) == (record.intended.seq, record.intended.nonce):
         return replace(record, head=replace(record.intended, sealed=tip.sealed), intended=None)
     return record

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any, LiteralString
 from uuid import uuid4
@@ -16,7 +17,7 @@ import psycopg
 from psycopg import Connection
 
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError, NotArmed, WitnessMismatch
 from fencepost.schemas.witness import Witness
 
@@ -24,6 +25,8 @@ __all__ = ["BEAT_SECONDS", "Keeper"]
 
 BEAT_SECONDS = 2.0
 RECONNECT_SECONDS_MAX = 10.0
+# Longer than the lease of the duty, so that another keeper gets it.
+STAND_BACK_SECONDS = 8.0
 LEASE: LiteralString = "SELECT fencepost.lease_duty('witness', %(owner)s, interval '6 s')"
 
 log = logging.getLogger("fencepost.keeper")
@@ -33,7 +36,8 @@ class Keeper:
     """Beats every two seconds from a daemon thread of its own, and never brings the process down.
 
     A database that was restarted is armed again when witness and tip are equal. When they are not, everything stays
-    disarmed: that is logged once, and the keeper keeps waiting for an operator. `state` is the witness, or the folder of the file witness.
+    disarmed: that is logged once, and the keeper keeps waiting for an operator, and leaves the duty to others meanwhile: it may be
+    its own login or witness that is wrong. `state` is the witness, or the folder of the file witness.
     """
 
     def __init__(self, dsn: str, state: Path | Witness) -> None:
@@ -43,6 +47,7 @@ class Keeper:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fencepost-keeper", daemon=True)
         self._told = ""
+        self._back_at = 0.0
 
     def start(self) -> None:
         """Starts the thread; returns at once."""
@@ -73,6 +78,8 @@ class Keeper:
             self._stopping.wait(BEAT_SECONDS)
 
     def _turn(self, conn: Connection[tuple[Any, ...]]) -> None:
+        if time.monotonic() < self._back_at:
+            return
         row = conn.execute(LEASE, {"owner": self._owner}).fetchone()
         if row is None or row[0] is not True:
             return
@@ -83,7 +90,10 @@ class Keeper:
                 arming.ensure_armed(self._dsn, self._witness)
                 log.warning("the database was restarted; witness and database agree, armed again")
             self._told = ""
-        except (WitnessMismatch, NotArmed) as error:
+        except FencepostError as error:
+            self._back_at = time.monotonic() + STAND_BACK_SECONDS
+            if not isinstance(error, (WitnessMismatch, NotArmed)):
+                raise
             self._tell(arming.explain(error, armed=arming.read_tip(conn).armed))
 
     def _tell(self, line: str) -> None:

@@ -54,7 +54,8 @@ class Mark:
 class Record:
     """What the witness remembers; `intended` is set exactly while a change may have reached the database.
 
-    ``restrictions`` (``tenant:acme``, ``class:report``, ``principal:login``) are here too, so that no restore lifts them.
+    ``recovering`` is the turn of a recovery, in whatever database an operator has chosen: until it is found there, the head
+    stands, and a recovery that failed has changed nothing. ``restrictions`` (``tenant:acme``, ``class:report``, ``principal:login``) are here too, so that no restore lifts them.
     """
 
     installation: UUID
@@ -64,11 +65,17 @@ class Record:
     head: Mark
     intended: Mark | None = None
     restrictions: tuple[str, ...] = ()
+    recovering: Mark | None = None
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The head, and every turn that may have been taken since."""
+        return tuple(mark for mark in (self.head, self.intended, self.recovering) if mark is not None)
 
     @property
     def epoch(self) -> int:
         """The newest epoch that was ever given, or was about to be."""
-        return self.head.epoch if self.intended is None else max(self.head.epoch, self.intended.epoch)
+        return max(mark.epoch for mark in self.marks)
 
 
 class Witness(Protocol):
@@ -209,6 +216,7 @@ def dump(record: Record) -> dict[str, Any]:
         "head": mark(record.head),
         "intended": mark(record.intended),
         "restrictions": list(record.restrictions),
+        "recovering": mark(record.recovering),
     }
 
 
@@ -236,4 +244,5 @@ def load(value: Any) -> Record:
         head=mark(found["head"]),
         intended=None if found["intended"] is None else mark(found["intended"]),
         restrictions=tuple(str(r) for r in found.get("restrictions", ())),
+        recovering=None if found.get("recovering") is None else mark(found["recovering"]),
     )

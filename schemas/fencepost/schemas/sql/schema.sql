@@ -963,6 +963,40 @@ ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', '5856699380df0b62a2053454ce239c182f6701d27ba53a77095424d4a6b9906f');
 
+-- 0020_positions.sql
+-- Positions: how far consumers have read, as this database knows it, so that a restored one is given again what it lost.
+
+-- recovered_epoch: the epoch of the last recovery, 0 before the first. Epochs are given once, so no two recoveries share it.
+ALTER TABLE fencepost.installation ADD COLUMN recovered_epoch bigint NOT NULL DEFAULT 0;
+
+-- Invariant: everything below next is committed in this database. Written after the work and before the broker is told, so that
+-- a broker that knows more says that this database has lost it.
+CREATE TABLE fencepost.consumer_position (
+    consumer       text NOT NULL,
+    cluster        text NOT NULL,
+    consumer_group text NOT NULL,
+    topic          text NOT NULL,
+    topic_id       text NOT NULL,
+    partition      integer NOT NULL,
+    next           bigint NOT NULL CHECK (next >= 0),
+    noted_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, cluster, consumer_group, topic, topic_id, partition)
+) WITH (fillfactor = 50);
+
+-- What each consumer had done when this database was recovered last; positions: so many partitions have one.
+CREATE TABLE fencepost.consumer_recovery (
+    consumer      text PRIMARY KEY,
+    positions     bigint NOT NULL,
+    noted_at      timestamptz,
+    handled_until timestamptz,
+    at            timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON COLUMN fencepost.consumer_recovery.handled_until IS
+  'The time of the youngest event that was handled, in the time that events carry.';
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0020_positions.sql', '823a4aaac9d167a5adb6758613129f05d0701a495d771607ed5eac13ff929bdb');
+
 -- 0022_archive.sql
 -- Finished jobs leave the tables that are worked with: the row in `job` stays for ever as the identity of the work (what it
 -- meant, what became of it and when), with its effects and their history; everything else goes into the archive.
@@ -1012,10 +1046,11 @@ RETURNS bigint LANGUAGE sql VOLATILE AS $$
 $$;
 
 -- What the keeper of the witness compares before it arms or beats.
+-- Tables of one row that were never analysed look large enough to compile the statement, which takes longer than a rotation.
 CREATE OR REPLACE FUNCTION fencepost.tip(
     OUT installation uuid, OUT seq bigint, OUT nonce uuid, OUT system_identifier bigint, OUT timeline bigint,
     OUT database_oid bigint, OUT armed boolean, OUT beat_at timestamptz, OUT epoch bigint, OUT sealed boolean)
-LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off AS $$
     SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(),
            (SELECT d.oid::bigint FROM pg_database AS d WHERE d.datname = current_database()), fencepost.armed(), p.beat_at,
            i.epoch_counter, p.sealed_start IS NOT NULL
@@ -1110,6 +1145,7 @@ DECLARE
     v_made text[];
 BEGIN
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid, p_sealed);
     PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
@@ -1154,11 +1190,21 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.lease_duty(p_name text, p_owner uuid, p_lease interval)
 RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     INSERT INTO fencepost.duty AS d (name, owner, lease_until) VALUES (p_name, p_owner, clock_timestamp() + p_lease)
     ON CONFLICT (name) DO UPDATE SET owner = p_owner, lease_until = clock_timestamp() + p_lease
         WHERE d.owner = p_owner OR d.lease_until <= clock_timestamp();
     RETURN FOUND;
 END $$;
+
+
+-- authority/contract.sql
+-- Which contract this database has, and the oldest code that it still serves: code asks before it does anything.
+CREATE OR REPLACE FUNCTION fencepost.contract()
+RETURNS TABLE (version integer, serves integer) LANGUAGE sql STABLE PARALLEL SAFE
+SET search_path = pg_catalog, pg_temp AS $$
+    SELECT 1, 1
+$$;
 
 
 -- authority/digest.sql
@@ -1264,6 +1310,7 @@ BEGIN
         PERFORM fencepost._require_identity('tenant', p_tenant);
         INSERT INTO fencepost.tenant (tenant, epoch, frozen) VALUES (p_tenant, fencepost._epoch(p_tenant), p_frozen)
         ON CONFLICT (tenant) DO UPDATE SET frozen = p_frozen, changed_at = clock_timestamp();
+        PERFORM fencepost._outdate();
     END IF;
     PERFORM fencepost._log_authority(CASE WHEN p_frozen THEN 'frozen' ELSE 'thawed' END, jsonb_build_object(
         'tenant', p_tenant, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
@@ -1353,6 +1400,7 @@ BEGIN
     END IF;
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
     LOCK TABLE fencepost.outbox, fencepost.job IN SHARE ROW EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     IF fencepost.armed() THEN
         PERFORM fencepost._refuse('ZF003', 'the database is armed: there is nothing to recover', 'armed', 'see: fencepost authority status');
@@ -1364,13 +1412,14 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'the turn is not beyond this database''s', 'next', NULL);
     END IF;
     UPDATE fencepost.installation AS i SET epoch_counter = p_epoch, floor = p_epoch, frozen = true, era = i.era + 1,
-        recovered_at = clock_timestamp()
+        recovered_at = clock_timestamp(), recovered_epoch = p_epoch
     RETURNING i.era INTO era;
     epoch := p_epoch;
     unknown := fencepost._doubt_effects();
     jobs := fencepost._doubt_jobs();
     PERFORM fencepost._rebuild_agenda();
     unsent := fencepost._begin_era(era, p_numbers);
+    PERFORM fencepost._note_consumers();
     DELETE FROM fencepost.relay;
     DELETE FROM fencepost.duty;
     PERFORM fencepost._take_turn(p_next_seq, p_next_nonce);
@@ -1668,6 +1717,7 @@ BEGIN
         RETURN false;
     END IF;
     UPDATE fencepost.tenant SET suspended = false, changed_at = clock_timestamp() WHERE p_kind = 'tenant' AND tenant = p_subject;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('lifted', jsonb_build_object(
         'restriction', p_kind || ':' || p_subject, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
     RETURN true;
@@ -1706,6 +1756,22 @@ BEGIN
     PERFORM fencepost._require_authority_version(p_version);
 END $$;
 
+-- What a change of authority ends with where it changes nothing of the installation's row: whoever enters with an older snapshot
+-- is refused (40001) by that row, and cannot act upon what was before.
+CREATE OR REPLACE FUNCTION fencepost._outdate()
+RETURNS void LANGUAGE sql AS $$
+    UPDATE fencepost.installation SET floor = floor
+$$;
+
+-- Refuses a login that was revoked, where `_enter` does not: the database need not be armed.
+CREATE OR REPLACE FUNCTION fencepost._require_login()
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM fencepost.restriction AS r WHERE r.kind = 'principal' AND r.subject = session_user) THEN
+        PERFORM fencepost._refuse('ZF061', 'this login is revoked', 'principal', 'an authority admin may lift it: fencepost authority lift');
+    END IF;
+END $$;
+
 CREATE OR REPLACE FUNCTION fencepost._require_authority_version(p_version bigint)
 RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
@@ -1717,10 +1783,12 @@ END $$;
 -- Takes this database's authority away: only `arm`, `rotate` and `recover` give it back. Takes no gate, for whoever changes
 -- authority holds it on another session; transactions under way that passed it still end.
 CREATE OR REPLACE FUNCTION fencepost.disarm()
-RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     DELETE FROM fencepost.ticket;
+    PERFORM fencepost._outdate();
 END $$;
 
 -- Makes the turn that the witness was told of, and arms: a new epoch for a tenant or (null) for everybody where `p_epoch` is
@@ -1745,6 +1813,7 @@ BEGIN
         PERFORM fencepost._require_identity('tenant', p_tenant);
     END IF;
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
     PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
@@ -1836,6 +1905,7 @@ BEGIN
     UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp(),
         sealed_start = pg_postmaster_start_time();
     DELETE FROM fencepost.ticket;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('sealed', jsonb_build_object(
         'seq', p_next_seq, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
 END $$;
@@ -2768,6 +2838,55 @@ BEGIN
 END $$;
 
 
+-- inbox/positions.sql
+-- Notes how far a consumer has read partitions, after the work below is committed and before the broker is told; positions only
+-- grow. Without any it says whether they could be noted. Refused while the database is not armed, and with ZF020 when it was
+-- recovered since `p_recovered` was read: whoever asks then knows of work that this database may have lost.
+-- A crash may forget what this wrote, never the work below it: the log is written in order.
+-- Locks: gate (ROW SHARE), then the positions.
+CREATE OR REPLACE FUNCTION fencepost.note_positions(
+    p_consumer text, p_cluster text, p_group text, p_recovered bigint,
+    p_topics text[], p_topic_ids text[], p_partitions integer[], p_nexts bigint[])
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    PERFORM fencepost._enter();
+    IF p_recovered IS DISTINCT FROM (SELECT i.recovered_epoch FROM fencepost.installation AS i) THEN
+        PERFORM fencepost._refuse('ZF020', 'the database was restored and recovered meanwhile', 'epoch',
+            'read the positions again, and go on from there');
+    END IF;
+    PERFORM set_config('synchronous_commit', 'off', true);
+    INSERT INTO fencepost.consumer_position AS c (consumer, cluster, consumer_group, topic, topic_id, partition, next)
+    SELECT p_consumer, p_cluster, p_group, n.topic, n.topic_id, n.partition, n.next
+    FROM unnest(p_topics, p_topic_ids, p_partitions, p_nexts) AS n (topic, topic_id, partition, next)
+    ORDER BY n.topic, n.topic_id, n.partition
+    ON CONFLICT (consumer, cluster, consumer_group, topic, topic_id, partition)
+    DO UPDATE SET next = excluded.next, noted_at = clock_timestamp() WHERE c.next < excluded.next;
+END $$;
+
+-- What every consumer had done at a recovery: how many positions it has, and the youngest event it has handled.
+CREATE OR REPLACE FUNCTION fencepost._note_consumers()
+RETURNS void LANGUAGE sql AS $$
+    DELETE FROM fencepost.consumer_recovery;
+    WITH RECURSIVE handled AS (
+        -- From consumer to consumer along the index.
+        (SELECT r.consumer FROM fencepost.reservation AS r ORDER BY r.consumer LIMIT 1)
+        UNION ALL
+        SELECT (SELECT r.consumer FROM fencepost.reservation AS r WHERE r.consumer > h.consumer ORDER BY r.consumer LIMIT 1)
+        FROM handled AS h WHERE h.consumer IS NOT NULL
+    ), known AS (
+        SELECT h.consumer FROM handled AS h WHERE h.consumer IS NOT NULL
+        UNION SELECT p.consumer FROM fencepost.consumer_position AS p
+        UNION SELECT c.consumer FROM fencepost.consumer AS c
+    )
+    INSERT INTO fencepost.consumer_recovery (consumer, positions, noted_at, handled_until)
+    SELECT k.consumer, p.count, p.noted_at, (SELECT max(r.event_time) FROM fencepost.reservation AS r WHERE r.consumer = k.consumer)
+    FROM known AS k
+    CROSS JOIN LATERAL (SELECT count(*) AS count, max(p.noted_at) AS noted_at FROM fencepost.consumer_position AS p
+                        WHERE p.consumer = k.consumer) AS p
+$$;
+
+
 -- inbox/purge.sql
 -- Forgetting. First the horizon is advanced and committed: from then on an older event is refused where nothing is known of it.
 -- Only then are rows deleted, and a grace period behind it, so that copies which are a little late are still recognised.
@@ -2798,6 +2917,10 @@ DECLARE
     v_consumer fencepost.consumer;
 BEGIN
     PERFORM fencepost._enter();
+    -- Invariant: reserve asks nobody about an event of the last hour.
+    IF (p_grace >= interval '1 hour') IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF003', 'the grace period is less than an hour', 'grace', 'give an hour or more');
+    END IF;
     SELECT c.* INTO v_consumer FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
     -- Invariant: the types are read after the horizon, so that one which was declared before it was advanced is seen.
     WITH looked AS (
@@ -2898,42 +3021,41 @@ DECLARE
     v_known bytea;
     v_epoch bigint;
     v_horizon timestamptz;
-    v_lock_timeout text;
+    v_settings text[];
     v_ignored text;
 BEGIN
+    -- Few and large expressions on the way of an ordinary event: PL/pgSQL makes each of them anew in every transaction.
     IF (fencepost._is_plain_reservation(p_tenant, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, p_binding,
                                         p_event_time, p_coordinates)
         AND p_consumer ~ '^[!-~]+$' AND octet_length(p_consumer) <= 200
-        AND (p_headers IS NULL) = (p_payload IS NULL)) IS NOT TRUE THEN
+        AND (p_headers IS NULL) = (p_payload IS NULL)
+        AND coalesce(p_wait_ms, 1) >= 1 AND current_setting('synchronous_commit') = 'on') IS NOT TRUE THEN
         PERFORM fencepost._require_reservable(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
             p_binding, p_event_time, p_coordinates, p_headers, p_payload);
-    END IF;
-    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
-    IF current_setting('synchronous_commit') <> 'on' THEN
-        PERFORM set_config('synchronous_commit', 'on', true);
-    END IF;
-    IF p_wait_ms IS NOT NULL THEN
         IF p_wait_ms < 1 THEN
             PERFORM fencepost._refuse('ZF003', 'wait_ms is less than 1', 'wait_ms', NULL);
         END IF;
-        -- Assigned, not performed: an expression is no query.
-        v_lock_timeout := current_setting('lock_timeout');
-        v_ignored := set_config('lock_timeout', p_wait_ms::text, true);
-        v_ignored := set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true);
+        -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+        PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
-    v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
-    other_epoch := false;
+    -- Before the first statement that may wait: what was, what is, and the mark.
+    v_settings := CASE WHEN p_wait_ms IS NOT NULL THEN ARRAY[
+        current_setting('lock_timeout'), set_config('lock_timeout', p_wait_ms::text, true),
+        set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true)] END;
 
     INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
-    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type, v_meaning, p_event_id)
+    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type,
+        fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding), p_event_id)
     ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
     WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
-    RETURNING d.arrivals INTO arrivals;
+    RETURNING d.arrivals, d.meaning, 'reserved', false INTO arrivals, v_meaning, outcome, other_epoch;
     IF NOT FOUND THEN
+        other_epoch := false;
         IF p_payload IS NULL THEN
             outcome := 'alone';
             arrivals := 0;
         ELSE
+            v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
             UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
             WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
             outcome := 'conflict';
@@ -2941,9 +3063,7 @@ BEGIN
                 'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
                 p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
         END IF;
-        IF p_wait_ms IS NOT NULL THEN
-            v_ignored := set_config('lock_timeout', v_lock_timeout, true);
-        END IF;
+        v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
         RETURN;
     END IF;
 
@@ -2951,6 +3071,12 @@ BEGIN
     VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
     ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
     IF FOUND THEN
+        -- Nothing so young was ever forgotten: purges keep a grace period of an hour at least, behind a horizon that no clock
+        -- is ahead of.
+        IF p_event_time >= clock_timestamp() - interval '1 hour' THEN
+            v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
+            RETURN;
+        END IF;
         -- Invariant: inserted first, the horizon read by a later statement. Whatever purge hid an older reservation from the
         -- insertion has committed, and its horizon before it, so this statement sees it.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -2958,7 +3084,6 @@ BEGIN
             INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
         END IF;
         SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
-        outcome := 'reserved';
         IF p_event_time < v_horizon THEN
             -- A type that is kept for ever has a horizon of its own, which is no younger.
             IF p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
@@ -3003,9 +3128,7 @@ BEGIN
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
             p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
     END IF;
-    IF p_wait_ms IS NOT NULL THEN
-        v_ignored := set_config('lock_timeout', v_lock_timeout, true);
-    END IF;
+    v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
 END $$;
 
 
@@ -3901,49 +4024,42 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_class text;
     v_keys record;
-    v_key record;
     v_job fencepost.job;
     v_count integer := 0;
 BEGIN
     FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
-        -- The agenda says where to look; a lease that was renewed is looked at again at its new end.
+        -- The agenda says where to look; a lease that was renewed is looked at again at its new end. Only a running job has a
+        -- lease, and only one of the pointer's generation counts.
         WITH seen AS MATERIALIZED (
-            SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until,
-                   coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
+            SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until
             FROM fencepost.agenda AS a
             LEFT JOIN LATERAL (
-                SELECT k.exec, k.generation, k.lease_until FROM fencepost.job AS k
+                SELECT CASE WHEN k.generation = a.generation THEN k.lease_until END AS lease_until FROM fencepost.job AS k
                 WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class OFFSET 0) AS j ON true
             WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
               AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
             ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
         ), over AS (
             DELETE FROM fencepost.agenda AS a USING seen AS s
-            WHERE a.ctid = s.at AND NOT (s.running AND s.lease_until <= v_now)
+            WHERE a.ctid = s.at AND (s.lease_until <= v_now) IS NOT TRUE
         ), renewed AS (
             INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
             SELECT v_class, 2147483647, greatest(s.lease_until, clock_timestamp()), s.tenant, s.operation, s.generation, s.epoch
-            FROM seen AS s WHERE s.running AND s.lease_until > v_now
+            FROM seen AS s WHERE s.lease_until > v_now
         )
         SELECT array_agg(s.tenant) AS tenants, array_agg(s.operation) AS operations INTO v_keys
-        FROM seen AS s WHERE s.running AND s.lease_until <= v_now;
-        CONTINUE WHEN v_keys.tenants IS NULL;
-        FOR v_key IN
-            SELECT u.tenant, u.operation FROM (
+        FROM seen AS s WHERE s.lease_until <= v_now;
+        FOR v_job IN
+            SELECT j.* FROM (
                 SELECT k.tenant, k.operation FROM unnest(v_keys.tenants, v_keys.operations) AS k (tenant, operation) ORDER BY 1, 2) AS u
             CROSS JOIN LATERAL (
-                SELECT FROM fencepost.job AS j
-                WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
-                  AND j.exec = 'running' AND j.lease_until <= v_now
+                SELECT k.* FROM fencepost.job AS k
+                WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = v_class AND k.lease_until <= v_now
                 FOR NO KEY UPDATE SKIP LOCKED) AS j
             LIMIT p_limit - v_count
         LOOP
-            SELECT j.* INTO v_job FROM fencepost.job AS j
-            WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_class;
-            IF v_job.exec = 'running' AND v_job.lease_until <= clock_timestamp() THEN
-                PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
-                v_count := v_count + 1;
-            END IF;
+            PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
+            v_count := v_count + 1;
         END LOOP;
     END LOOP;
     RETURN v_count;
@@ -3995,7 +4111,7 @@ BEGIN
     RETURN QUERY
     SELECT d.at, j.at FROM unnest(p_priorities, p_marks) AS l (priority, mark)
     CROSS JOIN LATERAL (
-        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation, a.epoch FROM fencepost.agenda AS a
+        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation FROM fencepost.agenda AS a
         WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
           AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
         ORDER BY a.due) AS d
@@ -4003,7 +4119,7 @@ BEGIN
         SELECT k.ctid AS at FROM fencepost.job AS k
         WHERE k.tenant = d.tenant AND k.operation = d.operation AND k.class = p_class
           AND k.exec = 'queued' AND k.generation = d.generation AND k.priority = d.priority AND k.run_at <= p_now
-          AND k.open_effects = 0 AND k.epoch = d.epoch
+          AND k.open_effects = 0
         FOR NO KEY UPDATE SKIP LOCKED) AS j
     LIMIT p_limit;
 END $$;
@@ -4479,8 +4595,7 @@ BEGIN
     IF p_implementation <> 'fencepost' THEN
         INSERT INTO fencepost.lifecycle (class, implementation) VALUES (p_class, p_implementation);
     END IF;
-    -- Invariant: whoever enters with an older snapshot is refused (40001) by this row, and cannot read the owner before.
-    UPDATE fencepost.installation SET floor = floor;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('handed_over', jsonb_build_object('class', p_class, 'from', v_was, 'to', p_implementation,
         'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
     RETURN v_was;
@@ -4509,6 +4624,7 @@ BEGIN
         WHERE a.class = p_class AND a.priority < 2147483646
           AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.epoch = a.epoch
           AND j.open_effects = 0 AND j.applied_effects = 0 AND NOT j.suspect
+          AND NOT EXISTS (SELECT FROM fencepost.effect AS e WHERE e.tenant = j.tenant AND e.operation = j.operation AND e.class = j.class)
         ORDER BY a.priority DESC, a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
     ), moved AS (
         UPDATE fencepost.job AS j SET exec = 'cancelled', generation = j.generation + 1, reason = 'transferred',

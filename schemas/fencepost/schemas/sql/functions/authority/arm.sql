@@ -5,10 +5,11 @@ RETURNS bigint LANGUAGE sql VOLATILE AS $$
 $$;
 
 -- What the keeper of the witness compares before it arms or beats.
+-- Tables of one row that were never analysed look large enough to compile the statement, which takes longer than a rotation.
 CREATE OR REPLACE FUNCTION fencepost.tip(
     OUT installation uuid, OUT seq bigint, OUT nonce uuid, OUT system_identifier bigint, OUT timeline bigint,
     OUT database_oid bigint, OUT armed boolean, OUT beat_at timestamptz, OUT epoch bigint, OUT sealed boolean)
-LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off AS $$
     SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(),
            (SELECT d.oid::bigint FROM pg_database AS d WHERE d.datname = current_database()), fencepost.armed(), p.beat_at,
            i.epoch_counter, p.sealed_start IS NOT NULL
@@ -103,6 +104,7 @@ DECLARE
     v_made text[];
 BEGIN
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid, p_sealed);
     PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);
@@ -147,6 +149,7 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost.lease_duty(p_name text, p_owner uuid, p_lease interval)
 RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     INSERT INTO fencepost.duty AS d (name, owner, lease_until) VALUES (p_name, p_owner, clock_timestamp() + p_lease)
     ON CONFLICT (name) DO UPDATE SET owner = p_owner, lease_until = clock_timestamp() + p_lease
         WHERE d.owner = p_owner OR d.lease_until <= clock_timestamp();

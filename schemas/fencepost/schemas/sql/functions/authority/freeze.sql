@@ -25,6 +25,7 @@ BEGIN
         PERFORM fencepost._require_identity('tenant', p_tenant);
         INSERT INTO fencepost.tenant (tenant, epoch, frozen) VALUES (p_tenant, fencepost._epoch(p_tenant), p_frozen)
         ON CONFLICT (tenant) DO UPDATE SET frozen = p_frozen, changed_at = clock_timestamp();
+        PERFORM fencepost._outdate();
     END IF;
     PERFORM fencepost._log_authority(CASE WHEN p_frozen THEN 'frozen' ELSE 'thawed' END, jsonb_build_object(
         'tenant', p_tenant, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));

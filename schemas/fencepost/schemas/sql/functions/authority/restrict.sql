@@ -41,6 +41,7 @@ BEGIN
         RETURN false;
     END IF;
     UPDATE fencepost.tenant SET suspended = false, changed_at = clock_timestamp() WHERE p_kind = 'tenant' AND tenant = p_subject;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('lifted', jsonb_build_object(
         'restriction', p_kind || ':' || p_subject, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
     RETURN true;

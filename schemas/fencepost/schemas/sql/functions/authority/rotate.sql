@@ -22,6 +22,22 @@ BEGIN
     PERFORM fencepost._require_authority_version(p_version);
 END $$;
 
+-- What a change of authority ends with where it changes nothing of the installation's row: whoever enters with an older snapshot
+-- is refused (40001) by that row, and cannot act upon what was before.
+CREATE OR REPLACE FUNCTION fencepost._outdate()
+RETURNS void LANGUAGE sql AS $$
+    UPDATE fencepost.installation SET floor = floor
+$$;
+
+-- Refuses a login that was revoked, where `_enter` does not: the database need not be armed.
+CREATE OR REPLACE FUNCTION fencepost._require_login()
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM fencepost.restriction AS r WHERE r.kind = 'principal' AND r.subject = session_user) THEN
+        PERFORM fencepost._refuse('ZF061', 'this login is revoked', 'principal', 'an authority admin may lift it: fencepost authority lift');
+    END IF;
+END $$;
+
 CREATE OR REPLACE FUNCTION fencepost._require_authority_version(p_version bigint)
 RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
@@ -33,10 +49,12 @@ END $$;
 -- Takes this database's authority away: only `arm`, `rotate` and `recover` give it back. Takes no gate, for whoever changes
 -- authority holds it on another session; transactions under way that passed it still end.
 CREATE OR REPLACE FUNCTION fencepost.disarm()
-RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     DELETE FROM fencepost.ticket;
+    PERFORM fencepost._outdate();
 END $$;
 
 -- Makes the turn that the witness was told of, and arms: a new epoch for a tenant or (null) for everybody where `p_epoch` is
@@ -61,6 +79,7 @@ BEGIN
         PERFORM fencepost._require_identity('tenant', p_tenant);
     END IF;
     LOCK TABLE fencepost.gate IN EXCLUSIVE MODE;
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     PERFORM fencepost._require_witness(p_installation, p_seq, p_nonce, p_system_identifier, p_timeline, p_database_oid);
     PERFORM fencepost._require_next(p_seq, p_nonce, p_next_seq, p_next_nonce);

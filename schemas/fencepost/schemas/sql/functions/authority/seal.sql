@@ -14,6 +14,7 @@ BEGIN
     UPDATE fencepost.tip SET seq = p_next_seq, nonce = p_next_nonce, beat_at = clock_timestamp(),
         sealed_start = pg_postmaster_start_time();
     DELETE FROM fencepost.ticket;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('sealed', jsonb_build_object(
         'seq', p_next_seq, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
 END $$;

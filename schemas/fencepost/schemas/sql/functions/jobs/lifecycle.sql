@@ -64,8 +64,7 @@ BEGIN
     IF p_implementation <> 'fencepost' THEN
         INSERT INTO fencepost.lifecycle (class, implementation) VALUES (p_class, p_implementation);
     END IF;
-    -- Invariant: whoever enters with an older snapshot is refused (40001) by this row, and cannot read the owner before.
-    UPDATE fencepost.installation SET floor = floor;
+    PERFORM fencepost._outdate();
     PERFORM fencepost._log_authority('handed_over', jsonb_build_object('class', p_class, 'from', v_was, 'to', p_implementation,
         'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
     RETURN v_was;
@@ -94,6 +93,7 @@ BEGIN
         WHERE a.class = p_class AND a.priority < 2147483646
           AND j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.epoch = a.epoch
           AND j.open_effects = 0 AND j.applied_effects = 0 AND NOT j.suspect
+          AND NOT EXISTS (SELECT FROM fencepost.effect AS e WHERE e.tenant = j.tenant AND e.operation = j.operation AND e.class = j.class)
         ORDER BY a.priority DESC, a.due LIMIT p_limit FOR NO KEY UPDATE OF j SKIP LOCKED
     ), moved AS (
         UPDATE fencepost.job AS j SET exec = 'cancelled', generation = j.generation + 1, reason = 'transferred',
