@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -570,6 +571,21 @@ def test_how_long_they_stay_is_declared_with_a_reason_and_refused_where_it_canno
             ("archive of jobs", "for ever"),
         ]
         assert conn.execute("SELECT count(*) FROM fencepost.job_retention").fetchone() == (0,)
+
+
+def test_of_several_workers_one_walks_until_it_is_gone(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        done(conn)
+        first, second = Archiving(pause=0.0, owner=uuid4()), Archiving(pause=0.0, owner=uuid4())
+        assert first.turn(conn) == 1
+        done(conn, "op-2")
+        assert second.turn(conn) == 0
+        assert archived(conn) == {"op-1"}
+        conn.execute("UPDATE fencepost.duty SET lease_until = clock_timestamp() - interval '1 ms'")
+        assert second.turn(conn) == 1
+        done(conn, "op-3")
+        assert first.turn(conn) == 0
+        assert archive(conn) == 1, "an operator's purge waits for nobody"
 
 
 def test_a_worker_archives_by_itself(database18: Database) -> None:
