@@ -81,7 +81,7 @@ class Upkeep:
         self._backoff = backoff
         self._may_escalate = True
         self._may_archive = True
-        self._archiving = Archiving()
+        self._archiving = Archiving(owner=uuid4())
         self._may_look_up = bool(look_ups)
         self._escalate_at = 0.0
         self._asking: list[Future[object]] = []
