@@ -129,7 +129,7 @@ class Serving:
 
     def give_back(self) -> None:
         """Handles dead letters that an operator gave back, one at a time where no message waits, until it ends."""
-        self._giving_back = asyncio.create_task(self._given_back())
+        self._giving_back = self._giving_back or asyncio.create_task(self._given_back())
 
     async def drain(self) -> None:
         """Waits for running handlers, at most ``drain_seconds``; what waits for its turn gives up by itself."""
