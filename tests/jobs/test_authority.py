@@ -437,7 +437,7 @@ def test_an_idle_worker_forgets_the_pointers_to_a_long_backlog_that_is_held(data
             row = conn.execute(query).fetchone()
             assert row is not None
             seen.add(row[0])
-            return row[0] == 0
+            return bool(row[0] == 0)
 
         wait_for(forgotten, 20, "the pointers to be forgotten")
         # One look saw that all of the first were stale, and took the rest with them.
