@@ -10,7 +10,7 @@ DRILL   ?=
 WORKERS ?= auto
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-replay soak-consumer chaos soak restore-drill stack-up stack-down services
+.PHONY: help demo test check model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-rotation bench-replay soak-consumer chaos soak restore-drill stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -40,7 +40,7 @@ model: $(STAMP) ## explore the state machine of jobs: states, invariants, a coun
 fuzz-order: $(STAMP) ## two sessions, two relays, late commits: nothing lost, nothing out of order
 	$(PY) bench/fuzz_order.py
 
-bench: bench-relay bench-replay bench-consumer bench-jobs ## every benchmark
+bench: bench-relay bench-replay bench-consumer bench-jobs bench-rotation ## every benchmark
 
 bench-doorbell: $(STAMP) services ## what the doorbell costs the writers
 	$(PY) bench/doorbell.py $(BENCH)
@@ -53,6 +53,9 @@ bench-consumer: $(STAMP) services ## handlers with and without the inbox, single
 
 bench-jobs: $(STAMP) services ## jobs beside bare SQL, PgQueuer and Procrastinate, bounds checked (BENCH="--only pinned")
 	$(PY) bench/jobs/run.py --gate $(BENCH)
+
+bench-rotation: $(STAMP) services ## rotations while eight workers publish 100,000 jobs, and the price of the check of authority, bounds checked
+	$(PY) bench/rotation/run.py $(BENCH)
 
 soak-consumer: $(STAMP) services ## two consumers under kills and redeliveries: each operation once (BENCH="--seed 1")
 	$(PY) bench/soak_consumer.py $(BENCH)

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, LiteralString, cast
 
@@ -178,8 +179,9 @@ def settled(results: Sequence[object]) -> None:
 
 
 def events(prefix: str, count: int) -> Generator[Any]:
-    """Envelopes of different operations."""
-    return (envelope(operation=f"{prefix}-{n}", document="d" * 100) for n in range(count))
+    """Envelopes of different operations, as old as what a consumer reads that keeps up."""
+    now = datetime.now(UTC)
+    return (envelope(operation=f"{prefix}-{n}", document="d" * 100, time=now) for n in range(count))
 
 
 def kafka(bench: Bench, bootstrap: str) -> None:

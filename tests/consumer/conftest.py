@@ -13,7 +13,7 @@ EMPTY = """
 DELETE FROM done; DELETE FROM fencepost.reservation; DELETE FROM fencepost.delivery;
 DELETE FROM fencepost.dead_letter; DELETE FROM fencepost.job;
 DELETE FROM fencepost.consumer_forever; DELETE FROM fencepost.consumer; DELETE FROM fencepost.consumer_topic;
-DELETE FROM fencepost.duty;
+DELETE FROM fencepost.duty; DELETE FROM fencepost.consumer_position;
 """
 
 

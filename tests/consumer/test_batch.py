@@ -13,6 +13,7 @@ from psycopg import Connection, IsolationLevel
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Unhandled
+from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import CommitWasRollback, InvalidInput, WrongTransaction
 from support.database import Database
 from support.deliveries import Submitted, envelope, from_kafka, from_rabbitmq
@@ -188,6 +189,29 @@ def test_each_message_gets_the_answer_that_it_would_get_alone(domain: Database) 
         *(("conflict", 1), ("conflict", 1), ("undecodable", 1), ("before_horizon", 1), ("delivery_changed", 1)),
     ]
     assert arrivals == (2,)
+
+
+@every_kind
+def test_content_that_the_handler_cannot_read_is_a_dead_letter_and_reserves_nothing(
+    domain: Database, kind: Kind
+) -> None:
+    @inbox(consumer="reports")
+    def anything(tx: Tx, event: Envelope) -> None:
+        pass
+
+    seen = from_kafka(envelope(operation="seen", payload=b'{"document": 5}'), 1)
+    assert anything.handle(domain.dsn, seen).outcome is Outcome.HANDLED
+    bad = from_kafka(envelope(operation="bad", payload=b'{"document": 6}'), 2)
+    handler = kind.inbox(lambda act, event: act.insert(event))
+
+    results = kind.deliver_many(domain.dsn, handler, seen, bad, *arriving(3, first=3))
+
+    assert found(results) == ["undecodable", "undecodable", "handled", "handled", "handled"]
+    assert done(domain) == ["op-0", "op-1", "op-2"]
+    assert kept(domain) == {"seen": 1, "op-0": 1, "op-1": 1, "op-2": 1}
+    with domain.connect() as conn:
+        letters = conn.execute("SELECT coordinates FROM fencepost.dead_letter ORDER BY id").fetchall()
+    assert letters == [(seen.coordinates,), (bad.coordinates,)]
 
 
 def test_a_copy_within_the_batch_of_a_failed_message_is_no_duplicate_of_it(domain: Database) -> None:

@@ -59,6 +59,35 @@ def test_higher_priority_and_earlier_due_jobs_go_first(database: Database) -> No
         assert [job.operation for job in claim(conn, "a", [CLASS], 10)] == ["urgent", "first", "second", "third"]
 
 
+def test_of_namesakes_in_two_tenants_the_one_that_waited_longer_goes_first(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        for operation, tenants in (("a", ("u", "t")), ("b", ("t", "u"))):
+            for tenant in tenants:
+                given(conn, operation, tenant=tenant)
+            first, second = (claim(conn, "w", [CLASS], 1) for _ in range(2))
+            assert [(job.tenant, job.operation) for job in (*first, *second)] == [(each, operation) for each in tenants]
+
+
+def test_an_old_pointer_to_a_job_that_was_queued_anew_takes_nobodys_place(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn, "a")
+        conn.execute("UPDATE fencepost.job SET generation = generation + 1 WHERE operation = 'a'")
+        given(conn, "b")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 2)] == ["a", "b"]
+
+
+def test_what_was_cancelled_or_made_less_urgent_takes_nobodys_place(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        for operation in ("cancelled", "demoted", "control"):
+            given(conn, operation)
+        conn.execute("UPDATE fencepost.job SET priority = 5 WHERE operation = 'demoted'")
+        conn.execute("UPDATE fencepost.job SET priority = 0 WHERE operation = 'demoted'")
+        conn.execute("UPDATE fencepost.job SET priority = 3 WHERE operation = 'control'")
+        cancel(conn, "t", "cancelled", CLASS, actor="ann", reason="no more")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["control"]
+        assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["demoted"]
+
+
 def test_attempts_count_at_the_claim_and_their_end_is_poison_until_an_operator_decides(database: Database) -> None:
     """B06, without a process: nobody ever reports the failure."""
     with database.connect(autocommit=True) as conn:

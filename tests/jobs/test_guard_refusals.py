@@ -315,6 +315,11 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, list[str]], dict[str, list[str]
         },
         {},
     ),
+    "claim": (
+        {"owner": "'w'", "classes": f"ARRAY['{CLASS}']", "limit": "1"},
+        {"owner": ["NULL", "''"], "classes": ["NULL", f"ARRAY['{CLASS}', 'none']"], "limit": ["NULL", "0", "1001"]},
+        {"limit": ["1000"], "classes": ["'{{}}'"]},
+    ),
     "escalate_effects": ({"limit": "1"}, {"limit": ["NULL", "0", "10001"]}, {"limit": ["10000"]}),
     "submit": (
         {"tenant": "'t'", "operation": "'new'", "class": "'c'", "args": "'{{}}'::bytea", "binding": "'ref:x'", "source": "NULL",
@@ -330,9 +335,11 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, list[str]], dict[str, list[str]
 }  # fmt: skip
 RENAMED = {"key": "effect_key", "digest": "request_digest"}
 # Fields that are told as part of something else.
-TOLD = {("present_begin", "attempt"): "effect_attempt", ("take_lookups", "classes"): "taken_by"} | {
-    ("complete_many", name): "items" for name in F
-}
+TOLD = {
+    ("present_begin", "attempt"): "effect_attempt",
+    ("take_lookups", "classes"): "taken_by",
+    ("claim", "classes"): "class",
+} | {("complete_many", name): "items" for name in F}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -39,6 +39,7 @@ UNION ALL SELECT 'lookup', to_jsonb(r) FROM fencepost.lookup AS r WHERE (tenant,
 UNION ALL SELECT 'staged', to_jsonb(r) FROM fencepost.staged AS r WHERE (tenant, operation, class) <> ('t', 'op', %(class)s)
 UNION ALL SELECT 'decision', to_jsonb(r) FROM fencepost.decision AS r WHERE (tenant, operation) <> ('t', 'op')
 UNION ALL SELECT 'attempt', to_jsonb(r) FROM fencepost.attempt AS r WHERE (tenant, operation, class) <> ('t', 'op', %(class)s)
+UNION ALL SELECT 'wait', to_jsonb(r) FROM fencepost.wait AS r WHERE (tenant, operation, class) <> ('t', 'op', %(class)s)
 UNION ALL SELECT 'agenda', to_jsonb(r) FROM fencepost.agenda AS r WHERE (tenant, operation, class) <> ('t', 'op', %(class)s)
 ORDER BY 1, 2"""
 
@@ -129,6 +130,8 @@ def ended(how: str) -> Callable[[World], None]:
                 assert world.say(f"SELECT fencepost.cancel({NAMED}, 'ann', 'why')", name) == how
             else:
                 assert world.say(f"SELECT fencepost.fail({FENCED}, 'why', '', NULL, true)", name) == how
+            # What it was told before is not what it is told when it begins again.
+            world.say(f"INSERT INTO fencepost.wait VALUES ({NAMED}, '', 1, now()) RETURNING 1", name)
 
     return state
 

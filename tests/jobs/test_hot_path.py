@@ -140,7 +140,7 @@ def test_handlers_that_end_together_are_completed_together_and_a_stale_one_holds
         for name in names:
             given(conn, name, lease=60.0)
         with running(worker, database18, concurrency=30):
-            wait_for(lambda: len(started) == 20, 20, "all handlers to start")
+            wait_for(lambda: len(started) >= 20, 20, "all handlers to start")
             cancel(conn, "t", "op-3", CLASS, actor="ann", reason="no more")
             expire(conn, "op-7")
             wait_for(lambda: started.count("op-7") == 2, 20, "the second attempt of what had expired")

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, LiteralString
 
 from fencepost.jobs.claim import claim
 from fencepost.jobs.renew import renew
 from support.database import Database
-from support.jobs import CLASS, Conn, claimed, expire, given, show
+from support.jobs import CLASS, Background, Conn, claimed, expire, given, show, two, waiting
 
 OTHER = "z.class"
+# Fires while a claim looks at leases, and holds it there until the test lets go of the lock.
+PAUSED: LiteralString = """
+CREATE FUNCTION pause() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN PERFORM pg_advisory_xact_lock(77); RETURN OLD; END $$;
+CREATE TRIGGER pause BEFORE DELETE ON fencepost.agenda FOR EACH ROW WHEN (OLD.operation = 'stale') EXECUTE FUNCTION pause()"""
+# Holds a claim that writes the pointer of op-1 until the lease of op-2 is over.
+SLOW: LiteralString = """
+CREATE FUNCTION outlive() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    WHILE clock_timestamp() <= (SELECT lease_until FROM fencepost.job WHERE operation = 'op-2') LOOP
+        PERFORM pg_sleep(0.01);
+    END LOOP;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER outlive BEFORE INSERT ON fencepost.agenda FOR EACH ROW WHEN (NEW.operation = 'op-1') EXECUTE FUNCTION outlive()"""
+ENDED: LiteralString = """
+UPDATE fencepost.job SET exec = 'cancelled', attempt = NULL, owner = NULL, lease_until = NULL WHERE operation = 'stale'"""
 
 
 def pointers(conn: Conn) -> list[tuple[Any, ...]]:
@@ -78,3 +95,86 @@ def test_a_done_job_has_no_pointer_once_it_was_looked_at(database18: Database) -
         all_due(conn)
         claim(conn, "w", [CLASS], 10)
         assert [row[1] for row in pointers(conn)] == ["op-2"]
+
+
+def test_an_expired_job_that_somebody_holds_is_found_by_a_later_claim(database18: Database) -> None:
+    with two(database18) as (conn, holder):
+        given(conn)
+        given(conn, "op-2")
+        assert len(claim(conn, "w", [CLASS], 10)) == 2
+        expire(conn)
+        expire(conn, "op-2")
+        holder.execute("SELECT FROM fencepost.job WHERE operation = 'op-1' FOR UPDATE")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 10)] == ["op-2"]
+        holder.rollback()
+        assert [job.operation for job in claim(conn, "w", [CLASS], 10)] == ["op-1"]
+
+
+def test_claims_that_look_at_the_same_leases_do_not_wait_for_each_other(database18: Database) -> None:
+    with two(database18) as (conn, first):
+        for operation in ("expired", "renewed", "stale"):
+            given(conn, operation)
+        assert len(claim(conn, "w", [CLASS], 10)) == 3
+        conn.execute(ENDED)
+        expire(conn, "expired")
+        all_due(conn)
+        assert [job.operation for job in claim(first, "w", [CLASS], 10)] == ["expired"]
+        conn.execute("SET lock_timeout = '5s'")
+        assert claim(conn, "w", [CLASS], 10) == []
+        first.rollback()
+        assert [job.operation for job in claim(conn, "w", [CLASS], 10)] == ["expired"]
+        assert {row[1] for row in pointers(conn)} == {"expired", "renewed"}
+
+
+def test_of_namesakes_whose_leases_are_over_each_is_left_once(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        every = [("t", "a", CLASS), ("u", "a", CLASS), ("t", "b", CLASS), ("t", "a", OTHER)]
+        for tenant, operation, job_class in every:
+            given(conn, operation, tenant=tenant, job_class=job_class)
+        assert len(claim(conn, "w", [CLASS, OTHER], 10)) == 4
+        conn.execute("UPDATE fencepost.job SET lease_until = clock_timestamp() - interval '1 s'")
+        taken = claim(conn, "w", [CLASS, OTHER], 10)
+        assert sorted((job.tenant, job.operation, job.job_class) for job in taken) == sorted(every)
+        assert {job.fence.generation for job in taken} == {3}
+
+
+def test_a_lease_that_became_longer_while_a_claim_looked_is_left_alone(database18: Database) -> None:
+    with two(database18) as (conn, gate):
+        for operation in ("stale", "op-1", "op-2"):
+            given(conn, operation)
+        assert len(claim(conn, "w", [CLASS], 10)) == 3
+        conn.execute(ENDED)
+        expire(conn)
+        expire(conn, "op-2")
+        all_due(conn)
+        conn.execute(PAUSED)
+        gate.execute("SELECT pg_advisory_xact_lock(77)")
+        claiming = Background(database18, lambda c: claim(c, "w", [CLASS], 10))
+        waiting(conn, claiming.pid)
+        conn.execute(
+            "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '1 h' WHERE operation = 'op-1'"
+        )
+        gate.rollback()
+        assert [job.operation for job in claiming.outcome()] == ["op-2"]
+        assert show(conn) == "running"
+
+
+def test_a_lease_that_ends_while_a_claim_looks_is_due_no_earlier_than_it_was_written(database18: Database) -> None:
+    """Behind the marks nobody would look for it."""
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        given(conn, "op-2")
+        assert len(claim(conn, "w", [CLASS], 10)) == 2
+        conn.execute(SLOW)
+        all_due(conn)
+        conn.execute("UPDATE fencepost.agenda SET due = due - interval '1 s' WHERE operation = 'op-1'")
+        conn.execute(
+            "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '4 s' WHERE operation = 'op-2'; "
+            "DELETE FROM fencepost.agenda WHERE operation = 'op-2' AND due > clock_timestamp()"
+        )
+        assert claim(conn, "w", [CLASS], 10) == []
+        found = conn.execute(
+            "SELECT a.operation, a.due = j.lease_until, a.due > j.lease_until FROM fencepost.agenda AS a"
+            " JOIN fencepost.job AS j USING (tenant, operation, class) ORDER BY 1"
+        ).fetchall()
+        assert found == [("op-1", True, False), ("op-2", False, True)]

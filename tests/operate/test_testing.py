@@ -39,8 +39,10 @@ KEPT = {
     *("installation", "tenant", "ticket", "tip", "authority_log", "decision", "migration"),
     *("destination", "route", "job_class", "attempt", "staged", "publication", "effect_event", "job_event"),
     *("consumer", "consumer_forever", "consumer_topic", "protected", "manifest", "paused", "lifecycle"),
+    *("consumer_position", "consumer_recovery"),
     *("signal", "progress", "result"),
     *("restriction", "lost_begin"),
+    *("archive", "job_retention", "archive_retention"),
     # Follows the jobs: one that ages is pointed to anew.
     "agenda",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, LiteralString
 
@@ -256,6 +257,41 @@ def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
             ).fetchall()
         read = max(_buffers(line) for (line,) in plan if "Buffers: shared" in line)
         assert read < 60, "\n".join(line for (line,) in plan)
+
+
+def test_reads_under_a_pinned_snapshot_touch_no_more_pages_than_before(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[int] = []
+    query = PageReader._query  # pyright: ignore[reportPrivateUsage]
+
+    def looked_at(
+        self: PageReader, statement: LiteralString, parameters: Mapping[str, object]
+    ) -> list[tuple[Any, ...]]:
+        plan = query(self, WHOLE + statement, parameters)
+        touched.append(max(_buffers(line) for (line,) in plan if "Buffers: shared" in line))
+        return query(self, statement, parameters)
+
+    monkeypatch.setattr(PageReader, "_query", looked_at)
+    with (
+        database.connect(autocommit=True) as conn,
+        database.connect() as producer,
+        database.connect() as pin,
+    ):
+        pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        assert value(pin, "SELECT count(*) FROM fencepost.outbox") == 0
+        reader, acked = PageReader(conn, 1), 0
+        for n in range(200):
+            accept(producer, *(f"e-{n}-{m}" for m in range(20)))
+            producer.commit()
+            _, end = newest_tick(conn, 0)
+            found = reader.read({slot: (1, Progress(acked, end, 0)) for slot in range(16)})
+            assert sum(len(part.rows) for part in found) == 20
+            acked = end
+        assert value(pin, "SELECT count(*) FROM fencepost.outbox") == 0
+    # The first pages are those of an almost empty table; after them only the depth of the index grows.
+    assert len(touched) == 200
+    assert max(touched[-25:]) <= max(touched[25:50]) + 16 * 2, (touched[25:50], touched[-25:])
 
 
 def _buffers(line: str) -> int:

@@ -234,3 +234,27 @@ def test_a_beat_waits_for_a_lock_only_for_a_while(database: Database) -> None:
             with pytest.raises(psycopg.errors.LockNotAvailable):
                 arming.beat(conn, witness)
         assert arming.beat(conn, witness) == before + 1  # the control
+
+
+def test_looking_at_the_tip_compiles_nothing(database: Database) -> None:
+    notices: list[str] = []
+    with database.connect(autocommit=True) as conn:
+        conn.add_notice_handler(lambda found: notices.append(found.message_primary or ""))
+        conn.execute("LOAD 'auto_explain'")
+        for setting, value in (
+            ("auto_explain.log_min_duration", "0"),
+            ("auto_explain.log_analyze", "on"),
+            ("auto_explain.log_nested_statements", "on"),
+            ("auto_explain.log_level", "notice"),
+        ):
+            conn.execute("SELECT set_config(%(setting)s, %(value)s, false)", {"setting": setting, "value": value})
+        notices.clear()
+        assert arming.read_tip(conn).armed
+        assert any("pg_control_system" in text for text in notices)
+        assert not any("JIT:" in text for text in notices)
+        # The control, where the server can compile: everything that may be compiled is.
+        if conn.execute("SELECT pg_jit_available()").fetchone() == (True,):
+            conn.execute("SET jit = on")
+            conn.execute("SET jit_above_cost = 0")
+            conn.execute("SELECT count(*) FROM fencepost.tip")
+            assert any("JIT:" in text for text in notices)

@@ -64,7 +64,7 @@ def test_the_triggers_are_made_once_and_made_again_when_they_are_gone(database: 
         migrate.apply(database.dsn, state=database.state)
 
         after = conn.execute(query).fetchall()
-    assert len(before) == 13 and [row[:2] for row in after] == [row[:2] for row in before]
+    assert len(before) == 14 and [row[:2] for row in after] == [row[:2] for row in before]
     assert [was[0] for was, now in zip(before, after, strict=True) if was[2] != now[2]] == ["fencepost.staged"]
 
 

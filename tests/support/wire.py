@@ -13,12 +13,12 @@ from psycopg import AsyncConnection, Connection
 
 __all__ = ["Sent", "listening"]
 
-_SENT = re.compile(r'\tF\t\d+\t(?:(Query)\t "(.*?)"\n|(\w+))', re.DOTALL)
+_SENT = re.compile(r'\tF\t\d+\t(\w+)(?:\t "(.*?)"(?: "(.*?)")?)?[ \n]', re.DOTALL)
 
 
 @dataclass(slots=True)
 class Sent:
-    """``statements``: the text of simple queries, and a name for each execution of another; without BEGIN and COMMIT."""
+    """``statements``: the text of each, or the name under which it was prepared; without BEGIN and COMMIT."""
 
     statements: list[str] = field(default_factory=list[str])
     round_trips: int = 0
@@ -35,7 +35,12 @@ def listening(conn: Connection[Any] | AsyncConnection[Any]) -> Generator[Sent]:
         finally:
             conn.pgconn.untrace()
         file.seek(0)
-        for query, text, kind in _SENT.findall(file.read().decode(errors="replace")):
-            sent.round_trips += bool(query) or kind == "Sync"
-            if kind == "Execute" or (query and text not in ("BEGIN", "COMMIT")):
-                sent.statements.append(text or kind)
+        unnamed = bound = ""
+        for kind, first, second in _SENT.findall(file.read().decode(errors="replace")):
+            sent.round_trips += kind in ("Query", "Sync")
+            if kind == "Parse" and not first:
+                unnamed = second
+            elif kind == "Bind":
+                bound = second or unnamed
+            elif (text := {"Query": first, "Execute": bound}.get(kind, "BEGIN")) not in ("BEGIN", "COMMIT"):
+                sent.statements.append(text)

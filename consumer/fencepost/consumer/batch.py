@@ -22,9 +22,11 @@ from psycopg.rows import tuple_row
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Unhandled
-from fencepost.consumer.reading import Arrived, Reading
+from fencepost.consumer.reading import Reading
 from fencepost.consumer.transactions import Begun, ended
+from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import InvalidInput, Undecodable
+from fencepost.schemas.event import Event
 
 __all__ = ["BATCH_MAX", "Batch", "Entry", "together", "together_async"]
 
@@ -44,16 +46,17 @@ SETTLE_BATCH: LiteralString = "SELECT fencepost.settle_batch(%(consumer)s, %(unh
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A delivery of the batch that can be read; ``place`` is where it stands in the batch."""
+    """A delivery of the batch whose digest is right; ``place`` is where it stands in the batch."""
 
     place: int
     delivery: Delivery
-    arrived: Arrived
+    envelope: Envelope
+    binding: str
 
     @property
     def key(self) -> tuple[str, str]:
         """Whose order it is part of."""
-        return self.arrived.envelope.tenant, self.arrived.envelope.ordering_key
+        return self.envelope.tenant, self.envelope.ordering_key
 
 
 class Batch:
@@ -65,22 +68,24 @@ class Batch:
                 f"a batch of more than {BATCH_MAX} deliveries", field="deliveries", hint="give fewer at a time"
             )
         self.deliveries = deliveries
+        self._reading = reading
         self._consumer = consumer
         self._wait_seconds = wait_seconds
         self.entries: list[Entry] = []
         self._apart: list[tuple[int, tuple[str, str] | None]] = []
         self._seen: set[object] = set()
+        self._arguments: dict[int, Event | Envelope | None] = {}
         for place, delivery in enumerate(deliveries):
-            self._sort(reading, place, delivery)
+            self._sort(place, delivery)
         self.begin()
 
-    def _sort(self, reading: Reading, place: int, delivery: Delivery) -> None:
+    def _sort(self, place: int, delivery: Delivery) -> None:
         try:
-            entry = Entry(place, delivery, reading.read(delivery))
+            entry = Entry(place, delivery, *self._reading.verified(delivery))
         except Undecodable:
             self._apart.append((place, None))
             return
-        envelope = entry.arrived.envelope
+        envelope = entry.envelope
         identity = (envelope.tenant, envelope.operation, envelope.type)
         if delivery.dead_letter is not None or identity in self._seen or delivery.coordinates in self._seen:
             self._apart.append((place, entry.key))
@@ -97,7 +102,7 @@ class Batch:
 
     def reserving(self) -> dict[str, object]:
         """The values of RESERVE_MANY."""
-        envelopes = [entry.arrived.envelope for entry in self.entries]
+        envelopes = [entry.envelope for entry in self.entries]
         return {
             "wait": f"{round(self._wait_seconds * 1000)}ms",
             "consumer": self._consumer,
@@ -108,10 +113,22 @@ class Batch:
             "event_ids": _array([str(each.id) for each in envelopes]),
             "sources": _array([each.source for each in envelopes]),
             "epochs": _array([str(each.epoch) for each in envelopes]),
-            "bindings": _array([entry.arrived.binding for entry in self.entries]),
+            "bindings": _array([entry.binding for entry in self.entries]),
             "event_times": _array([each.time.isoformat() for each in envelopes]),
             "coordinates": _array([entry.delivery.coordinates for entry in self.entries]),
         }
+
+    def read(self) -> None:
+        """Reads what the handlers are given; what cannot be read is left alone, whatever the database answers."""
+        for entry in self.entries if not self._arguments else ():
+            try:
+                self._arguments[entry.place] = self._reading.argument(entry.envelope)
+            except Undecodable:
+                self._arguments[entry.place] = None
+
+    def argument(self, entry: Entry) -> Event | Envelope | None:
+        """What the handler is given."""
+        return self._arguments[entry.place]
 
     def settling(self) -> dict[str, object]:
         """The values of SETTLE_BATCH."""
@@ -120,6 +137,9 @@ class Batch:
     def to_handle(self, entry: Entry, row: tuple[Any, ...]) -> bool:
         """Takes the database's answer; True when the handler has to run now."""
         match row[1]:
+            case "reserved" | "duplicate" if self.argument(entry) is None:
+                self._unhandled.append(entry.delivery.coordinates)
+                self._alone.append((entry.place, None))
             case "reserved" if entry.key not in self._blocked:
                 return True
             case "reserved":
@@ -165,9 +185,7 @@ class Batch:
         return [self._found[place] for place in range(len(self.deliveries))]
 
     def _settled(self, entry: Entry, outcome: Outcome, row: tuple[Any, ...]) -> None:
-        self._found[entry.place] = Handled.of(
-            entry.arrived.envelope, outcome, entry.delivery.coordinates, row[2], row[3]
-        )
+        self._found[entry.place] = Handled.of(entry.envelope, outcome, entry.delivery.coordinates, row[2], row[3])
 
 
 def together(
@@ -178,17 +196,19 @@ def together(
 ) -> None:
     """Reserves and handles the batch in a transaction that was begun for it, and never commits."""
     conn = begun.conn
-    with conn.cursor(row_factory=tuple_row) as cursor:
-        try:
-            rows = cursor.execute(RESERVE_MANY, batch.reserving()).fetchall()
-        except psycopg.errors.LockNotAvailable:
-            raise _busy() from None
+    try:
+        with conn.pipeline(), conn.cursor(row_factory=tuple_row) as cursor:
+            cursor.execute(RESERVE_MANY, batch.reserving())
+            batch.read()  # while the server reserves
+            rows = cursor.fetchall()
+    except psycopg.errors.LockNotAvailable:
+        raise _busy() from None
     pairs = list(zip(batch.entries, rows, strict=True))
     try:
         with begun.savepoint():
             for entry, row in pairs:
                 if batch.to_handle(entry, row):
-                    handler(begun.tx, entry.arrived.argument)
+                    handler(begun.tx, batch.argument(entry))
                     begun.alive()
                     batch.handled(entry, row)
     except Exception as error:  # a handler may raise anything; which one did is found below
@@ -201,7 +221,7 @@ def together(
                 continue
             try:
                 with begun.savepoint():
-                    handler(begun.tx, entry.arrived.argument)
+                    handler(begun.tx, batch.argument(entry))
                     begun.alive()
             except Exception as failure:  # the caller judges
                 if repeatable(failure):
@@ -221,17 +241,19 @@ async def together_async(
 ) -> None:
     """As `together`, for asyncio."""
     conn = begun.conn
-    async with conn.cursor(row_factory=tuple_row) as cursor:
-        try:
-            rows = await (await cursor.execute(RESERVE_MANY, batch.reserving())).fetchall()
-        except psycopg.errors.LockNotAvailable:
-            raise _busy() from None
+    try:
+        async with conn.pipeline(), conn.cursor(row_factory=tuple_row) as cursor:
+            await cursor.execute(RESERVE_MANY, batch.reserving())
+            batch.read()  # while the server reserves
+            rows = await cursor.fetchall()
+    except psycopg.errors.LockNotAvailable:
+        raise _busy() from None
     pairs = list(zip(batch.entries, rows, strict=True))
     try:
         async with begun.savepoint():
             for entry, row in pairs:
                 if batch.to_handle(entry, row):
-                    await handler(begun.tx, entry.arrived.argument)
+                    await handler(begun.tx, batch.argument(entry))
                     begun.alive()
                     batch.handled(entry, row)
     except Exception as error:  # a handler may raise anything; which one did is found below
@@ -244,7 +266,7 @@ async def together_async(
                 continue
             try:
                 async with begun.savepoint():
-                    await handler(begun.tx, entry.arrived.argument)
+                    await handler(begun.tx, batch.argument(entry))
                     begun.alive()
             except Exception as failure:  # the caller judges
                 if repeatable(failure):

@@ -9,16 +9,24 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Generator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from typing import Any, Protocol
 
+import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg.pq import TransactionStatus
 
-from fencepost.schemas.connect import address, connect, connect_async
+from fencepost.schemas.connect import address
+from fencepost.schemas.contract import connect, connect_async
 from fencepost.schemas.errors import Unreachable
 
-__all__ = ["AsyncConnections", "AsyncPool", "Connections", "Pool"]
+__all__ = ["AsyncConnections", "AsyncPool", "Connections", "Pool", "require_contract"]
 
 WAIT_SECONDS = 30.0
 ANSWER_SECONDS = 60.0
@@ -142,6 +150,16 @@ class AsyncConnections:
         idle, self._idle = self._idle, []
         for conn in idle:
             await conn.close()
+
+
+def require_contract(database: object) -> None:
+    """ContractMismatch where this code may not work with the database; asked where it is a connection string.
+
+    One that cannot be asked now is no reason to end: every new connection asks again.
+    """
+    if isinstance(database, str):
+        with suppress(psycopg.Error, Unreachable):
+            connect(database, autocommit=True, answer_within=ANSWER_SECONDS).close()
 
 
 def _all_in_use(dsn: str) -> Unreachable:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, LiteralString, ParamSpec, TypeVar, cast
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
@@ -88,7 +88,8 @@ class Threads:
 
     def __init__(self, inbox: Inbox[Any], database: Database, options: RunnerOptions) -> None:
         self._handling = Handling(inbox, database, options)
-        self._pool = Daemons(options.concurrency)
+        # One more than handlers run: what is asked beside them waits for none.
+        self._pool = Daemons(options.concurrency + 1)
 
     def start(self, works: Sequence[tuple[Delivery, Tries]]) -> Future[list[Handled | Again]]:
         """Starts one attempt at each; the answers stand in their order."""
@@ -97,6 +98,10 @@ class Threads:
     def retry(self) -> Future[bool]:
         """Starts handling one dead letter that was given back; False when there is none."""
         return self._pool.submit(self._handling.retry)
+
+    def fetch(self, statement: LiteralString, values: Mapping[str, object]) -> Future[list[tuple[Any, ...]]]:
+        """Starts a statement of the runner's own; waits for no handler."""
+        return self._pool.submit(self._handling.fetch, statement, values)
 
     def close(self) -> None:
         """Starts nothing more; an attempt that still runs ends by itself."""
@@ -121,6 +126,10 @@ class EventLoop:
     def retry(self) -> Future[bool]:
         """As `Threads.retry`."""
         return asyncio.run_coroutine_threadsafe(self._retry(), self._loop)
+
+    def fetch(self, statement: LiteralString, values: Mapping[str, object]) -> Future[list[tuple[Any, ...]]]:
+        """As `Threads.fetch`."""
+        return asyncio.run_coroutine_threadsafe(self._handling.fetch(statement, values), self._loop)
 
     async def _retry(self) -> bool:
         async with self._slots:

@@ -32,6 +32,7 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Reservation, Reserved, Unhandled
 from fencepost.consumer.reading import Arrived, Reading
 from fencepost.consumer.reservation import reserve, reserve_async, reserve_in, reserve_in_async, stands
+from fencepost.consumer.roundtrip import Unprepared
 from fencepost.consumer.transactions import (
     AsyncDatabase,
     AsyncTransactions,
@@ -76,7 +77,7 @@ class _Inbox(Generic[H]):
         self.handler = handler
         self.wait_seconds = wait_seconds
         self.isolation = isolation
-        self._isolating = b"" if isolation is None else ISOLATION[isolation].encode() + b"; "
+        self._isolating = [] if isolation is None else [ISOLATION[isolation].encode()]
         self._copies, self._async_copies = Copies(), AsyncCopies()
         self.reading = Reading.of(handler)
         self.__doc__ = handler.__doc__
@@ -337,7 +338,7 @@ def _identity(arrived: Arrived) -> tuple[str, str, str]:
 
 def _repeatable(error: Exception, renews: bool) -> bool:
     """Whether the whole transaction may run again now: it certainly left nothing, or the reservation will tell."""
-    if isinstance(error, Unreachable):
+    if isinstance(error, (Unreachable, Unprepared)):
         return True
     driver = driver_error(error)
     if not isinstance(driver, psycopg.OperationalError):

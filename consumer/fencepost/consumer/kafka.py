@@ -4,6 +4,9 @@ Events of one key are handled one after the other in their order, keys side by s
 never waits for a handler, so a slow or failing one does not cost the membership: a partition is paused when its buffer is
 full. What was revoked or lost is never committed afterwards.
 
+How far a partition is done is stored in the database first, then committed at the broker: a database that was restored is
+given again what it lost (`positions`). While the database is not armed nothing is handled.
+
 Crash here (K1): after the database commit, before the offset commit. The next owner sees a duplicate.
 """
 
@@ -20,12 +23,16 @@ from typing import Any, cast
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
+from fencepost.consumer.armed import when_armed
+from fencepost.consumer.connections import require_contract
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.executors import attempts
 from fencepost.consumer.inbox import AsyncInbox, Inbox
+from fencepost.consumer.kafka_offsets import Offsets
 from fencepost.consumer.kafka_settings import DEFAULTS, FIXED, Refusal, checked, refusal, unusable
-from fencepost.consumer.lanes import Lane, Lanes, Work
+from fencepost.consumer.lanes import Lanes, Work
 from fencepost.consumer.outcomes import Handled
+from fencepost.consumer.positions import Place, Positions
 from fencepost.consumer.runner import Again, RunnerOptions, require_fit
 from fencepost.consumer.signals import stop_on_signals
 from fencepost.consumer.standing import BrokerState, Standing
@@ -39,7 +46,6 @@ __all__ = ["KafkaRunner"]
 log = logging.getLogger("fencepost.consumer.kafka")
 
 POLL_SECONDS = 0.05
-COMMIT_SECONDS = 0.25
 LAG_SECONDS = 1.0
 
 
@@ -88,7 +94,7 @@ class KafkaRunner:
         self._draining = False
         self._fatal: str | None = None
         self._refusal: Refusal | None = None
-        self._commit_at = 0.0
+        self._offsets: Offsets | None = None
         self._lag_at = 0.0
         self._retrying: Future[bool] | None = None
         self._retry_at = 0.0
@@ -97,11 +103,17 @@ class KafkaRunner:
         """Runs until ``stop`` is set, then drains: running handlers finish, their offsets are committed.
 
         Without ``stop``, SIGTERM and SIGINT stop it (main thread only). Raises Unreachable when Kafka does not answer
-        within ``start_seconds``, or refuses this consumer for good.
+        within ``start_seconds``, or refuses this consumer for good, ContractMismatch for a database of a version too far away.
         """
         if stop is None:
             with stop_on_signals() as signalled:
                 return self.run(signalled)
+        require_contract(self._database)
+        while (doubt := self._session(stop)) is not None:
+            log.warning("%s: begins anew: %s", self._inbox.consumer, doubt)
+
+    def _session(self, stop: threading.Event) -> str | None:
+        """One membership, until stopped; or why what it believes of its partitions may not be so any more."""
         self._draining, self._fatal, self._refusal = False, None, None
         self._lanes = lanes = Lanes(self._options)
         self.standing.draining, self.standing.in_flight, self.standing.oldest = (
@@ -116,10 +128,17 @@ class KafkaRunner:
         upkeep = Upkeep(self._inbox.consumer, self._database, topics=lambda: retentions(self._config, self._topics))
         try:
             self._connect(consumer, stop)
+            point = when_armed(self._inbox.consumer, running.fetch, self._options, stop, self.standing.moved)
+            if point is None:
+                return None
+            group = str(self._config["group.id"])
+            positions = Positions(self._inbox.consumer, group, self._cluster_id, running.fetch, point)
+            self._offsets = offsets = Offsets(consumer, lanes, positions, self._on_commit)
             upkeep.start()
             consumer.subscribe(self._topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
-            self._loop(consumer, stop)
-            self._drain(consumer)
+            self._loop(consumer, stop, offsets)
+            self._drain(consumer, offsets)
+            return offsets.doubt
         finally:
             self._draining = True
             lanes.close()
@@ -128,13 +147,14 @@ class KafkaRunner:
             for lane in lanes.all:
                 lanes.forget(lane.topic, lane.partition)
             self.standing.consuming, self.standing.assigned = False, 0
+            self._offsets = None
             running.close()
 
     # The poll loop: one thread, never blocked by a handler.
 
-    def _loop(self, consumer: Consumer, stop: threading.Event) -> None:
+    def _loop(self, consumer: Consumer, stop: threading.Event, offsets: Offsets) -> None:
         due = 0.0
-        while not stop.is_set():
+        while not stop.is_set() and offsets.doubt is None:
             self.standing.moved()
             try:
                 message = consumer.poll(POLL_SECONDS)
@@ -146,10 +166,10 @@ class KafkaRunner:
             if self._fatal is not None:
                 raise self._unreachable(f"Kafka refuses this consumer: {self._fatal}")
             if message is None or time.monotonic() >= due:
-                self._tend(consumer)
+                self._tend(consumer, offsets)
                 due = time.monotonic() + POLL_SECONDS
 
-    def _drain(self, consumer: Consumer) -> None:
+    def _drain(self, consumer: Consumer, offsets: Offsets) -> None:
         self._draining = self.standing.draining = True
         self._lanes.close()
         with suppress(KafkaException):
@@ -161,7 +181,7 @@ class KafkaRunner:
                 consumer.poll(POLL_SECONDS)
         if left := self._lanes.running:
             log.warning("%d handlers were still running after %.0f s", left, self._options.drain_seconds)
-        self._commit(consumer, self._lanes.all, asynchronous=False)
+        offsets.flush(self._lanes.all)
 
     def _busy(self) -> bool:
         retrying = self._retrying is not None and not self._retrying.done()
@@ -193,20 +213,18 @@ class KafkaRunner:
             lane.paused = True
         self._advance()
 
-    def _tend(self, consumer: Consumer) -> None:
+    def _tend(self, consumer: Consumer, offsets: Offsets) -> None:
         now = time.monotonic()
         for lane in self._lanes.all:
             if lane.paused and lane.roomy:
                 consumer.resume([TopicPartition(lane.topic, lane.partition)])
                 lane.paused = False
+        offsets.tend()
         self._advance()
-        if now >= self._commit_at:
-            self._commit(consumer, self._lanes.all, asynchronous=True)
-            self._commit_at = now + COMMIT_SECONDS
         if now >= self._lag_at:
             self._tell(consumer)
             self._lag_at = now + LAG_SECONDS
-        if now >= self._retry_at and not self._lanes.running:
+        if now >= self._retry_at and not self._lanes.running and offsets.going:
             self._give_back(now)
 
     def _tell(self, consumer: Consumer) -> None:
@@ -240,9 +258,9 @@ class KafkaRunner:
     # Handlers: called by the poll loop and by whoever finishes one.
 
     def _advance(self) -> None:
-        """Starts what may run; nothing once draining."""
-        lanes = self._lanes
-        while works := lanes.start():
+        """Starts what may run; nothing once draining, nor while the database is not armed."""
+        lanes, offsets = self._lanes, self._offsets
+        while offsets is not None and offsets.going and (works := lanes.start()):
             given = [(work.delivery, work.tries) for work in works if work.delivery is not None]
             try:
                 self._start(given).add_done_callback(partial(self._finished, lanes, works))
@@ -271,18 +289,6 @@ class KafkaRunner:
 
     # Offsets and membership.
 
-    def _commit(self, consumer: Consumer, lanes: list[Lane], *, asynchronous: bool) -> None:
-        offsets = [TopicPartition(lane.topic, lane.partition, end) for lane, end in self._lanes.to_commit(lanes)]
-        if not offsets:
-            return
-        try:
-            if asynchronous:
-                consumer.commit(offsets=offsets, asynchronous=True)
-            else:
-                consumer.commit(offsets=offsets, asynchronous=False)
-        except KafkaException as error:
-            self._on_commit(cast(KafkaError, error.args[0]), offsets)
-
     def _on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
         for each in offsets:
             failed = error or each.error
@@ -293,14 +299,16 @@ class KafkaRunner:
                 lane.committed = None
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        for each in partitions:
-            log.info("%s/%d: assigned", each.topic, each.partition)
-            self._lanes.assign(each.topic, each.partition, self._topic_ids.of(each.topic))
+        if self._offsets is not None:
+            self._offsets.take(
+                [Place(each.topic, each.partition, self._topic_ids.of(each.topic)) for each in partitions]
+            )
 
     def _revoked(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Still ours while this runs: what is done is committed now, and nothing of these partitions later."""
         lanes = [lane for each in partitions if (lane := self._lanes.of(each.topic, each.partition)) is not None]
-        self._commit(consumer, lanes, asynchronous=False)
+        if self._offsets is not None:
+            self._offsets.flush(lanes)
         self._forget(partitions, "revoked")
 
     def _lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:

@@ -132,10 +132,10 @@ class Lanes:
         """The lane of a partition that is ours."""
         return self._lanes.get((topic, partition))
 
-    def assign(self, topic: str, partition: int, topic_id: str) -> None:
-        """A partition is ours from here on."""
+    def assign(self, topic: str, partition: int, topic_id: str, end: int | None = None) -> None:
+        """A partition is ours from here on; everything below ``end`` is known to be done."""
         with self._lock:
-            lane = Lane(topic, partition, topic_id, max(BUFFER_MESSAGES, 2 * self._options.batch))
+            lane = Lane(topic, partition, topic_id, max(BUFFER_MESSAGES, 2 * self._options.batch), end=end)
             self._lanes[topic, partition] = lane
             self._turn.append(lane)
 

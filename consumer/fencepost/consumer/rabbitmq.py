@@ -5,6 +5,9 @@ Messages of one ordering key are handled one after the other in the order of the
 a single active consumer. The broker closes the channel of a delivery that stays unacknowledged for too long (30 minutes by
 default): it comes back on a new channel, its acknowledgement is dropped, and the reservation knows it for a duplicate.
 
+While the database is not armed nothing is handled. What it has lost when it was restored is not here any more: it is sent
+again from the outbox (`fencepost relay backfill`).
+
 Crash here (R1): after the commit, before the acknowledgement. The broker delivers again; the reservation knows.
 """
 
@@ -24,6 +27,7 @@ from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMe
 from aio_pika.exceptions import ChannelPreconditionFailed
 from yarl import URL
 
+from fencepost.consumer.connections import require_contract
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.rabbitmq_queue import arguments_of, declared, refused, weaknesses
@@ -42,6 +46,7 @@ log = logging.getLogger("fencepost.consumer.rabbitmq")
 
 CONNECT_SECONDS = 10.0
 CHECK_SECONDS = 5.0
+ARMED_SECONDS = 1.0
 HEARTBEAT_SECONDS = 20
 STOP_POLL_SECONDS = 0.1
 MOVE_SECONDS = 0.5
@@ -114,7 +119,7 @@ class RabbitRunner:
 
         Without ``stop``, SIGTERM and SIGINT stop it (main thread only). Connects again by itself for as long as it
         runs; raises Unreachable when RabbitMQ does not answer within ``start_seconds`` at the start, and ConfigError
-        for a queue that does not exist or is declared differently.
+        for a queue that does not exist or is declared differently, ContractMismatch for a database of a version too far away.
         """
         if stop is None:
             with stop_on_signals() as signalled:
@@ -123,6 +128,7 @@ class RabbitRunner:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """As `run`, in the caller's event loop."""
+        await asyncio.to_thread(require_contract, self._database)
         serving = Serving(self._inbox, self._database, self._options, stop, self.standing)
         self._looked, self.standing.draining = False, False
         self.standing.in_flight, self.standing.oldest = serving.in_flight, serving.oldest
@@ -163,6 +169,10 @@ class RabbitRunner:
         deadline = time.monotonic() + self._options.start_seconds
         tries, ever = 0, False
         while not stop.is_set():
+            if not await serving.armed():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), ARMED_SECONDS)
+                continue
             session = _Session(stop)
             try:
                 await self._session(session, serving)
@@ -203,6 +213,10 @@ class RabbitRunner:
             log.info("%s: consuming", self._queue)
             while not await session.over(CHECK_SECONDS):
                 await self._check(channel)
+                if not await serving.armed():
+                    # Of what is in hand nothing more is begun: it comes back when this database may be used.
+                    session.closed = True
+                    return
             if not session.lost.is_set():
                 with suppress(*LOSSES):
                     await queue.cancel(tag, timeout=CONNECT_SECONDS)

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 from aio_pika.abc import AbstractIncomingMessage
 from aio_pika.exceptions import AMQPError, ChannelInvalidStateError
 
+from fencepost.consumer.armed import POINT, READ_SECONDS, Point, not_armed, reason
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.executors import Daemons
 from fencepost.consumer.inbox import AsyncInbox, Inbox
@@ -81,6 +82,7 @@ class Serving:
         self._running = 0
         self._giving_back: asyncio.Task[None] | None = None
         self._retrying = False
+        self._armed = True
         self._pool: Daemons | None = None
         self._sync: Handling | None = None
         self._async: AsyncHandling | None = None
@@ -88,7 +90,26 @@ class Serving:
             self._async = AsyncHandling(inbox, cast(AsyncDatabase, database), options)
         else:
             self._sync = Handling(inbox, cast(Database, database), options)
-            self._pool = Daemons(options.concurrency)
+            # One more than handlers run: what is asked beside them waits for none.
+            self._pool = Daemons(options.concurrency + 1)
+
+    async def armed(self) -> bool:
+        """Whether handlers may run. A database that does not say it leaves it as it was."""
+        with suppress(Exception):
+            rows = await asyncio.wait_for(self._asked(), READ_SECONDS)
+            armed = Point(*rows[0]).armed
+            if armed and not self._armed:
+                log.info("the database may be used again")
+            elif not armed and self._armed:
+                log.warning("nothing is handled for now: %s", reason(not_armed()))
+            self._armed = armed
+        return self._armed
+
+    async def _asked(self) -> list[tuple[Any, ...]]:
+        if self._async is not None:
+            return await self._async.fetch(POINT, {})
+        assert self._sync is not None
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.fetch, POINT, {})
 
     def in_flight(self) -> int:
         """Deliveries in the hands of a handler; for any thread."""
@@ -137,7 +158,7 @@ class Serving:
     async def _given_back(self) -> None:
         while not self._stop.is_set():
             found = False
-            if not self._slots.locked():
+            if self._armed and not self._slots.locked():
                 async with self._slots:
                     self._retrying = True
                     try:

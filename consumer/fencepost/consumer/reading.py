@@ -75,13 +75,19 @@ class Reading:
 
     def read(self, delivery: Arriving) -> Arrived:
         """Envelope, digest, then content; Undecodable at the first that fails."""
+        envelope, binding = self.verified(delivery)
+        return Arrived(envelope, binding, self.argument(envelope))
+
+    def verified(self, delivery: Arriving) -> tuple[Envelope, str]:
+        """The envelope, its digest verified, and its binding; or Undecodable."""
         envelope = delivery.envelope()
-        binding = envelope.check()
+        return envelope, envelope.check()
+
+    def argument(self, envelope: Envelope) -> Event | Envelope:
+        """What the handler is given, or Undecodable."""
         if self.raw:
-            return Arrived(envelope, binding, envelope)
-        if not self.classes:
-            return Arrived(envelope, binding, registry.parse(envelope))
-        return Arrived(envelope, binding, self._event_of(envelope))
+            return envelope
+        return self._event_of(envelope) if self.classes else registry.parse(envelope)
 
     def _event_of(self, envelope: Envelope) -> Event:
         type, version = envelope.type, envelope.version

@@ -11,11 +11,6 @@ from __future__ import annotations
 from typing import Any, LiteralString
 
 from psycopg import AsyncConnection, Connection
-from psycopg.abc import PQGen
-from psycopg.errors import error_from_result
-from psycopg.generators import execute
-from psycopg.pq import Escaping, ExecStatus
-from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
@@ -23,6 +18,7 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Reservation, Reserved
 from fencepost.consumer.reading import Arrived
 from fencepost.consumer.retries import settle, settle_async
+from fencepost.consumer.roundtrip import ALONE, reserving
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
@@ -39,19 +35,10 @@ FROM fencepost.reserve(
 ) AS r
 """
 
-# In one query with what begins the transaction, so with its values as literals: names only, content goes as parameters.
-RESERVE_WITHIN: LiteralString = """
-SELECT fencepost.reserve(
-    %(tenant)s, %(consumer)s, %(operation)s, %(type)s, %(version)s, %(event_id)s, %(source)s, %(epoch)s, %(binding)s,
-    %(event_time)s, %(coordinates)s, NULL, NULL, %(wait_ms)s), pg_current_xact_id()"""
 LOCK_TIMEOUT: LiteralString = "SELECT set_config('lock_timeout', %(wait_ms)s, true)"
 LOCK_TIMEOUT_AS_BEFORE: LiteralString = "SET LOCAL lock_timeout TO DEFAULT"
 
-# Nothing is recorded: what would have to be kept was not given, for hardly any delivery needs it.
-_ALONE = "alone"
 _DONE = (Reserved.RESERVED, Reserved.DUPLICATE)
-# What may hold a quote; all else is a number, a UUID, a time.
-_WRITTEN = ("tenant", "consumer", "operation", "type", "source", "binding", "coordinates")
 
 
 def reserve_in(tx: Transaction, consumer: str, envelope: Envelope, coordinates: str) -> Reservation:
@@ -83,7 +70,12 @@ async def reserve_in_async(tx: AsyncTransaction, consumer: str, envelope: Envelo
 
 
 def reserve(
-    conn: Connection[Any], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float, opening: bytes
+    conn: Connection[Any],
+    consumer: str,
+    arrived: Arrived,
+    delivery: Delivery,
+    wait_seconds: float,
+    opening: list[bytes],
 ) -> Reservation:
     """As `reserve_in`, for a delivery that was read, in a transaction of the inbox's own; settles its dead letter.
 
@@ -92,7 +84,7 @@ def reserve(
     """
     values = _waiting(consumer, arrived, delivery, wait_seconds)
     with conn.lock:
-        reservation = conn.wait(_reserving(conn.pgconn, opening + _in_words(conn, values)))
+        reservation = conn.wait(reserving(conn, opening, values))
     if reservation is None:
         content = _content(arrived.envelope, delivery)
         with conn.cursor(row_factory=tuple_row) as cursor:
@@ -105,12 +97,17 @@ def reserve(
 
 
 async def reserve_async(
-    conn: AsyncConnection[Any], consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float, opening: bytes
+    conn: AsyncConnection[Any],
+    consumer: str,
+    arrived: Arrived,
+    delivery: Delivery,
+    wait_seconds: float,
+    opening: list[bytes],
 ) -> Reservation:
     """As `reserve`, for asyncio."""
     values = _waiting(consumer, arrived, delivery, wait_seconds)
     async with conn.lock:
-        reservation = await conn.wait(_reserving(conn.pgconn, opening + _in_words(conn, values)))
+        reservation = await conn.wait(reserving(conn, opening, values))
     if reservation is None:
         content = _content(arrived.envelope, delivery)
         async with conn.cursor(row_factory=tuple_row) as cursor:
@@ -158,38 +155,6 @@ def _waiting(consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: 
     return values
 
 
-def _in_words(conn: Connection[Any] | AsyncConnection[Any], values: dict[str, Any]) -> bytes:
-    """RESERVE_WITHIN with its values as literals."""
-    plain = "".join(values[name] for name in _WRITTEN)
-    if plain.isascii() and "'" not in plain and "\\" not in plain:
-        return (RESERVE_WITHIN % {name: f"'{value}'" for name, value in values.items()}).encode()
-    literal, encoding = Escaping(conn.pgconn).escape_literal, conn.info.encoding
-    written = {name: bytes(literal(values[name].encode(encoding))).decode(encoding) for name in _WRITTEN}
-    return (RESERVE_WITHIN % ({name: f"'{value}'" for name, value in values.items()} | written)).encode(encoding)
-
-
-def _reserving(pgconn: PGconn, query: bytes) -> PQGen[Reservation | None]:
-    """Sends one query and reads its last answer, as psycopg does, without what a cursor is for; None for alone."""
-    named = pgconn.parameter_status(b"application_name")
-    pgconn.send_query(query)
-    results = yield from execute(pgconn)
-    answer = results[-1]
-    if answer.status != ExecStatus.TUPLES_OK:
-        raise error_from_result(answer)
-    outcome, arrivals, other_epoch = (answer.get_value(0, 0) or b"")[1:-1].decode().split(",")
-    if outcome == _ALONE:
-        return None
-    mark = pgconn.parameter_status(b"application_name")
-    # A name that is the mark already, or is not reported, tells nothing.
-    return Reservation(
-        Reserved(outcome),
-        int(arrivals),
-        other_epoch == "t",
-        (answer.get_value(0, 1) or b"").decode(),
-        None if mark == named else mark,
-    )
-
-
 def _attributes(envelope: Envelope) -> dict[str, object]:
     return {
         "headers": Jsonb([[name, value] for name, value in to_attributes(envelope).items()]),
@@ -204,7 +169,7 @@ def _content(envelope: Envelope, delivery: Delivery) -> dict[str, object]:
 
 
 def _needs_content(row: tuple[Any, ...] | None) -> bool:
-    return row is not None and row[0] == _ALONE
+    return row is not None and row[0] == ALONE
 
 
 def _reservation(row: tuple[Any, ...] | None) -> Reservation:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import random
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, LiteralString, cast
 
 import psycopg
+from psycopg.rows import tuple_row
 
 from fencepost.consumer import dead_letters, retries
 from fencepost.consumer.batch import BATCH_MAX
@@ -22,7 +23,7 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import AsyncInbox, Inbox
 from fencepost.consumer.outcomes import Busy, Handled, Outcome, Unhandled
 from fencepost.consumer.transactions import AsyncDatabase, Database, async_transactions_of, transactions_of
-from fencepost.schemas.errors import ConfigError, InvalidInput, NotDispatched
+from fencepost.schemas.errors import ConfigError, ContractMismatch, InvalidInput, NotDispatched
 from fencepost.schemas.transaction import driver_error
 
 __all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries", "require_fit"]
@@ -40,7 +41,7 @@ _NOT_THE_HANDLERS_FAULT = (*_AWAY, "40001", "40P01", "55P03")
 class RunnerOptions:
     """Limits of a runner; times are in seconds.
 
-    concurrency: handlers, and database connections, at the same time. batch: how many messages, each of another key, may
+    concurrency: handlers, and database connections but for one, at the same time. batch: how many messages, each of another key, may
     be handled in one transaction, one handler after the other; 1 gives each its own. max_attempts: failures of a handler before the
     delivery is set aside. backoff_base doubles with every try up to backoff_max, with jitter. drain_seconds: how long
     running handlers may take after a stop. start_seconds: how long broker and database may be missing at the start.
@@ -139,7 +140,7 @@ class Handling:
         self._transactions = transactions_of(
             database,
             inbox.handler,
-            options.concurrency,
+            options.concurrency + 1,
             answer_within=options.answer_seconds + inbox.wait_seconds,
         )
 
@@ -198,6 +199,11 @@ class Handling:
             return False
         return True
 
+    def fetch(self, statement: LiteralString, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
+        """What a statement of the runner's own finds, in a transaction of its own, beside the handlers."""
+        with self._transactions.begin() as begun, begun.conn.cursor(row_factory=tuple_row) as cursor:
+            return cursor.execute(statement, values).fetchall()
+
     def close(self) -> None:
         """Closes the connections that were opened here."""
         self._transactions.close()
@@ -211,7 +217,7 @@ class AsyncHandling:
         self._transactions = async_transactions_of(
             database,
             inbox.handler,
-            options.concurrency,
+            options.concurrency + 1,
             answer_within=options.answer_seconds + inbox.wait_seconds,
         )
 
@@ -268,6 +274,11 @@ class AsyncHandling:
             return False
         return True
 
+    async def fetch(self, statement: LiteralString, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
+        """As `Handling.fetch`."""
+        async with self._transactions.begin() as begun, begun.conn.cursor(row_factory=tuple_row) as cursor:
+            return await (await cursor.execute(statement, values)).fetchall()
+
     async def close(self) -> None:
         """Closes the connections that were opened here."""
         await self._transactions.close()
@@ -305,7 +316,7 @@ def _away(error: Exception) -> bool:
 
 def _sqlstate_of(error: Exception, states: tuple[str, ...]) -> bool:
     """Whether it is of these, or of what has none: no connection, no answer, no database that could be used."""
-    if isinstance(error, NotDispatched):
+    if isinstance(error, NotDispatched | ContractMismatch):
         return True
     if isinstance(error, ConfigError) and error.field == "database":
         return True

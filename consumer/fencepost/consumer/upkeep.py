@@ -21,7 +21,7 @@ import psycopg
 from psycopg import Connection
 from psycopg.types.json import Jsonb
 
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError
 
 __all__ = ["Purge", "Purged", "Upkeep"]

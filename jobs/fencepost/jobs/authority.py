@@ -24,7 +24,7 @@ from psycopg import Connection
 from psycopg.rows import tuple_row
 
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError, InvalidInput, WitnessMismatch
 from fencepost.schemas.witness import Mark, Record, Witness, confirm, intend
 

@@ -21,7 +21,8 @@ from psycopg import Connection
 from fencepost.jobs import schedule as schedules
 from fencepost.jobs.schedule import Schedule, Taken
 from fencepost.jobs.submit import submit
-from fencepost.schemas.connect import ANSWER_SECONDS, connect
+from fencepost.schemas.connect import ANSWER_SECONDS
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import NotArmed, OperationConflict
 
 __all__ = ["Periodic"]

@@ -10,13 +10,15 @@ effect pending, failed_before_dispatch,  unknown, by no attempt; "not applied" o
   resolved_not_applied
 effect that it does not know             none is made up; a runner's journal or a reconciliation makes it
 event not acked                          sent again, in a new era
+position of a Kafka consumer             stays; the consumer goes back to it by itself
+event handled from RabbitMQ, and lost    gone from its queue: a backfill sends it again
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, LiteralString
 from uuid import uuid4
@@ -29,16 +31,18 @@ from fencepost.jobs.journal_begins import missing, present
 from fencepost.jobs.journal_evidence import Evidence
 from fencepost.jobs.journal_records import Begin
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import ConfigError, Damaged, EvidenceMissing, InvalidInput
 from fencepost.schemas.witness import Mark, Record, Witness, confirm
 
-__all__ = ["Hold", "Recovered", "holds", "present_journals", "recover"]
+__all__ = ["Consumer", "Hold", "Recovered", "consumers", "holds", "present_journals", "recover"]
 
 # Numbers of events that may have been given in what was lost: the next ones are beyond them.
 NUMBERS = 1_000_000
 ANSWER_SECONDS = 3600.0
 EPOCH_FLOOR_MAX = 10**12
+# How long a message may have waited in its queue, and how far clocks may differ.
+MARGIN = timedelta(hours=1)
 
 RECOVER: LiteralString = """
 SELECT epoch, era, jobs, unknown, unsent FROM fencepost.recover(
@@ -50,6 +54,8 @@ SELECT fencepost.note_lost_begin(%(tenant)s, %(operation)s, %(class)s, %(effect_
 HOLDS: LiteralString = """
 SELECT h.what, h.owner, h.tenant, h.class AS job_class, h.count, h.oldest FROM fencepost.holds() AS h
 ORDER BY h.what, h.owner, h.tenant, h.class"""
+CONSUMERS: LiteralString = """
+SELECT c.consumer, c.positions, c.noted_at, c.handled_until FROM fencepost.consumer_recovery AS c ORDER BY c.consumer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +71,33 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Consumer:
+    """How far a consumer had come in what was restored: so many ``positions`` in Kafka, the newest noted at ``noted_at``.
+
+    ``handled_until`` is the time that the youngest handled event carries, None where none was.
+    """
+
+    consumer: str
+    positions: int
+    noted_at: datetime | None
+    handled_until: datetime | None
+
+    @property
+    def backfill_from(self) -> datetime | None:
+        """What it reads from RabbitMQ has to be sent again from here on; earlier where messages wait longer than an hour.
+
+        None where nothing was ever handled: from the oldest that is retained.
+        """
+        return None if self.handled_until is None else self.handled_until - MARGIN
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered:
     """What a recovery did: ``jobs`` are suspect, ``unknown`` effects need evidence, ``unsent`` events are sent again.
 
     ``presented`` begins of the journals are unknown, or were known; ``lost`` ones belong to jobs that this database does
     not have. ``damaged`` journals could be read in part only. ``already`` when the database was armed: only the journals were
-    presented.
+    presented. ``consumers`` are those that had handled anything, as they were at the recovery.
     """
 
     epoch: int
@@ -82,6 +109,7 @@ class Recovered:
     lost: tuple[Begin, ...] = ()
     damaged: tuple[str, ...] = ()
     holds: tuple[Hold, ...] = ()
+    consumers: tuple[Consumer, ...] = ()
     already: bool = False
 
 
@@ -100,7 +128,9 @@ def recover(
     Takes transactions of its own. Applications must not write meanwhile: it waits five seconds for open transactions that
     enqueue or submit (LockNotAvailable, and nothing has changed). ``journals`` are the runners' folders: their begins that
     this database lost are unknown, or noted where the job is lost too. ``numbers``: more than the events per restore that
-    were lost. Call it again after a crash. Raises WitnessMismatch for another installation's witness.
+    were lost. ``epoch_floor``: no epoch beyond it was ever given; where the witness is lost or cannot be read a new one is begun
+    with it, on evidence (EvidenceMissing). Call it again after a crash. Raises ConfigError for a folder that is no journal and
+    for a lost witness, Damaged for one that cannot be read, WitnessMismatch for another installation's.
     """
     outside = arming.as_witness(witness)
     _require_floor(epoch_floor, by)
@@ -117,9 +147,18 @@ def recover(
             # A recovery that died after its commit may not have come to the journals.
             presented, lost, damaged = present_journals(conn, evidence, dry_run=dry_run)
             found = tuple(holds(conn))
+            known = tuple(consumers(conn))
             if dry_run:
                 conn.rollback()
-            return Recovered(tip.epoch, presented=presented, lost=lost, damaged=damaged, holds=found, already=True)
+            return Recovered(
+                tip.epoch,
+                presented=presented,
+                lost=lost,
+                damaged=damaged,
+                holds=found,
+                consumers=known,
+                already=True,
+            )
         record = _told(conn, outside, tip, epoch_floor)
         mark = beyond(record, tip, epoch_floor or 1, *(each.epoch for each in evidence))
         # A sequence does not go back with a transaction: a dry run leaves it alone.
@@ -132,7 +171,7 @@ def recover(
         row = conn.execute(RECOVER, values).fetchone()
         assert row is not None
         epoch, era, jobs, unknown, unsent = row
-        done = Recovered(epoch, era, jobs, unknown, unsent)
+        done = Recovered(epoch, era, jobs, unknown, unsent, consumers=tuple(consumers(conn)))
         if dry_run:
             presented, lost, damaged = present_journals(conn, evidence, dry_run=True)
             done = replace(done, presented=presented, lost=lost, damaged=damaged, holds=tuple(holds(conn)))
@@ -222,3 +261,9 @@ def holds(conn: Connection[Any]) -> list[Hold]:
     """What does not proceed by itself, with its owner; works on a disarmed database too."""
     with conn.cursor(row_factory=class_row(Hold)) as cursor:
         return cursor.execute(HOLDS).fetchall()
+
+
+def consumers(conn: Connection[Any]) -> list[Consumer]:
+    """Every consumer of this database as it was at the last recovery; empty before the first."""
+    with conn.cursor(row_factory=class_row(Consumer)) as cursor:
+        return cursor.execute(CONSUMERS).fetchall()

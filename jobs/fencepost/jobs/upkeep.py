@@ -1,4 +1,4 @@
-"""Upkeep of unknown effects beside a worker: escalates what is due, and asks providers for receipts.
+"""Upkeep beside a worker: escalates unknown effects, asks providers for receipts, and archives finished jobs.
 
 The proof is PostgreSQL's (`sql/functions/effects`); here is only who asks, and when. A provider is asked outside of any
 transaction, by threads of their own that nobody has to wait for.
@@ -24,9 +24,11 @@ import psycopg
 from psycopg import Connection
 
 from fencepost.jobs import escalation, lookup
+from fencepost.jobs.archive import Archiving
 from fencepost.jobs.context import abandonable
 from fencepost.jobs.lookup import Answer, Asked, DidNotHappen, Inconclusive, Landed, ReceiptLookup, Taken
-from fencepost.schemas.connect import ANSWER_SECONDS, connect
+from fencepost.schemas.connect import ANSWER_SECONDS
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import (
     EvidenceMissing,
     InvalidInput,
@@ -57,8 +59,8 @@ log = logging.getLogger("fencepost.jobs.upkeep")
 class Upkeep:
     """Runs beside a worker in a daemon thread of its own, and never brings the process down.
 
-    Any number of workers may do it: an effect is asked about by one at a time. Escalation needs a login with the role
-    maintenance, look-ups one with the role reconciler; what the login may not do is told once, and left to others.
+    Any number of workers may do it: an effect is asked about by one at a time. Escalation and archive need a login with the
+    role maintenance, look-ups one with the role reconciler; what the login may not do is told once, and left to others.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class Upkeep:
         self._ask_seconds = ask_seconds
         self._backoff = backoff
         self._may_escalate = True
+        self._may_archive = True
+        self._archiving = Archiving()
         self._may_look_up = bool(look_ups)
         self._escalate_at = 0.0
         self._asking: list[Future[object]] = []
@@ -97,11 +101,11 @@ class Upkeep:
 
     def _run(self) -> None:
         pause = 0.0
-        while not self._stopping.wait(pause) and (self._may_escalate or self._may_look_up):
+        while not self._stopping.wait(pause) and self._may_anything():
             try:
                 with connect(self._dsn, autocommit=True, answer_within=ANSWER_SECONDS) as conn:
                     pause = self._seconds
-                    while not self._stopping.is_set() and (self._may_escalate or self._may_look_up):
+                    while not self._stopping.is_set() and self._may_anything():
                         asked = self.turn(conn)
                         self._told = None
                         if asked < ASKED_MAX:
@@ -111,6 +115,9 @@ class Upkeep:
                 if type(error) is not self._told:
                     self._told = type(error)
                     log.warning("no upkeep of effects for now: %s", type(error).__name__)
+
+    def _may_anything(self) -> bool:
+        return self._may_escalate or self._may_look_up or self._may_archive
 
     def turn(self, conn: Connection[Any]) -> int:
         """One bounded share of the work, on an autocommit connection; how many effects providers were asked about."""
@@ -124,15 +131,25 @@ class Upkeep:
                 log.info(
                     "this login may not escalate effects; grant it the role maintenance, or let another worker do it"
                 )
+        asked = 0
         if self._may_look_up:
             try:
-                return self._look_up(conn)
+                asked = self._look_up(conn)
             except psycopg.errors.InsufficientPrivilege:
                 self._may_look_up = False
                 log.info(
                     "this login may not reconcile by look-up; grant it the role reconciler, or let another worker do it"
                 )
-        return 0
+        if self._may_archive:
+            try:
+                if count := self._archiving.turn(conn):
+                    log.info("%d finished jobs were archived", count)
+            except psycopg.errors.InsufficientPrivilege:
+                self._may_archive = False
+                log.info(
+                    "this login may not archive finished jobs; grant it the role maintenance, or let another worker do it"
+                )
+        return asked
 
     def _look_up(self, conn: Connection[Any]) -> int:
         # Invariant: no transaction is open while a provider is asked; the connection is in autocommit.

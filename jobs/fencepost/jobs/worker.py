@@ -39,7 +39,8 @@ from fencepost.jobs.run import Run
 from fencepost.jobs.schedule import Arguments, Missed, Schedule, define
 from fencepost.jobs.standing import Standing
 from fencepost.jobs.typed import reading_args
-from fencepost.schemas.connect import ANSWER_SECONDS, connect
+from fencepost.schemas.connect import ANSWER_SECONDS
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import ConfigError, NotArmed, Unreachable
 from fencepost.schemas.identity import as_class
 from fencepost.schemas.witness import Witness
@@ -282,10 +283,12 @@ class Worker:
         default: one for each core). With ``doorbell`` an idle worker is rung as soon as a job is due, instead of finding it
         at the next poll, which comes at most half a second later; it needs a session of its own.
 
-        Raises Unreachable when the database does not answer for ``patience`` seconds, ConfigError without a class, for queues
+        Raises ContractMismatch for a database of another version that this one cannot work with, Unreachable when the
+        database does not answer for ``patience`` seconds, ConfigError without a class, for queues
         without one and for a doorbell behind a pooler in transaction mode,
         InvalidInput for a policy that the database refuses. A disarmed database is waited for. With a journal also
-        JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, and BeginsMissing when the database has lost a begin.
+        JournalInUse, JournalTorn, JournalCorrupt, JournalForeign, NewerFormat, and BeginsMissing when the database has lost a
+        begin.
         """
         parts = shares({name: its.policy.queue for name, its in self._classes.items()}, concurrency, queues)
         concurrency = sum(share.most for share in parts)

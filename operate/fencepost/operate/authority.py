@@ -7,6 +7,7 @@ changed since `status` was looked at), --reason and --evidence (kept for ever).
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -18,13 +19,13 @@ from psycopg.rows import dict_row
 
 from fencepost.jobs import authority
 from fencepost.jobs.authority import By
-from fencepost.jobs.recovery import NUMBERS, Hold, Recovered, holds, recover
+from fencepost.jobs.recovery import NUMBERS, Consumer, Hold, Recovered, consumers, holds, recover
 from fencepost.operate import authority_checks, printing, settings
 from fencepost.operate.effects import login_name
 from fencepost.operate.refusals import ExitCode
 from fencepost.operate.signals import draining
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.keeper import Keeper
 
@@ -80,6 +81,7 @@ def status(
         armed = authority_checks.armed(conn, chosen.outside())
         (now,) = _rows(conn, STATUS)
         tenants, entries, held = _rows(conn, TENANTS, 100), _rows(conn, HISTORY, history), holds(conn)
+        read = consumers(conn)
     now["history"] = (
         "verified"
         if now["broken_at"] is None
@@ -87,13 +89,17 @@ def status(
     )
     if as_json:
         found = now | {"armed": armed.level.value == "ok", "why": armed.message}
-        printing.as_json(found | {"tenants": tenants, "holds": [asdict(h) for h in held], "changes": entries})
+        printing.as_json(
+            found
+            | {"tenants": tenants, "holds": [asdict(h) for h in held], "changes": entries, "consumers": _told_of(read)}
+        )
     else:
         printing.say(f"armed: {armed.message}")
         printing.record("authority", {k: v for k, v in now.items() if k != "broken_at"})
         columns = ("tenant", "epoch", "frozen", "suspended", "changed_at")
         printing.table("tenants", columns, [[r[c] for c in columns] for r in tenants], empty="all at the floor")
         _show_holds(held)
+        _show_consumers(read)
         of_change = ("version", "at", "kind", "actor", "reason", "login", "detail")
         printing.table("history", of_change, [[r[c] for c in of_change] for r in entries], empty="none")
     if now["broken_at"] is not None:
@@ -297,7 +303,7 @@ def recover_(
         dry_run=dry_run,
     )
     if as_json:
-        printing.as_json(asdict(done) | {"dry_run": dry_run})
+        printing.as_json(asdict(done) | {"consumers": _told_of(done.consumers), "dry_run": dry_run})
     else:
         _show_recovered(done, dry_run)
     if done.damaged or done.lost:
@@ -350,12 +356,33 @@ def _show_recovered(done: Recovered, dry_run: bool) -> None:
         rows = [[getattr(b, c) for c in columns] for b in done.lost]
         printing.table("begun, and their jobs are lost", columns, rows, empty="none")
     _show_holds(list(done.holds))
+    _show_consumers(done.consumers)
     printing.say("next: settle what is unknown (fencepost effects list), then thaw, then release what can resume")
 
 
 def _show_holds(held: list[Hold]) -> None:
     columns = ("what", "owner", "tenant", "job_class", "count", "oldest")
     printing.table("holds", columns, [[getattr(h, c) for c in columns] for h in held], empty="nothing is held")
+
+
+def _show_consumers(found: Sequence[Consumer]) -> None:
+    """What each needs to be given again what was lost; nothing where no consumer was there, or nothing was recovered."""
+    if not found:
+        return
+    columns = ("consumer", "positions", "noted_at", "handled_until", "from Kafka", "from RabbitMQ: backfill from")
+    rows = [
+        [
+            *(c.consumer, c.positions, c.noted_at, c.handled_until),
+            "goes back by itself" if c.positions else "no position is known",
+            c.backfill_from or "the oldest retained",
+        ]
+        for c in found
+    ]
+    printing.table("consumers at the recovery", columns, rows, empty="none")
+
+
+def _told_of(found: Sequence[Consumer]) -> list[dict[str, Any]]:
+    return [asdict(c) | {"backfill_from": c.backfill_from} for c in found]
 
 
 def _rows(conn: Connection[Any], statement: LiteralString, limit: int = 0) -> list[dict[str, Any]]:

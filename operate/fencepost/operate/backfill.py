@@ -22,7 +22,7 @@ from fencepost.relay import backfill as sending
 from fencepost.relay.backfill import Chosen, Sent, Span
 from fencepost.relay.destination import Destination
 from fencepost.relay.pace import Pace
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import ConfigError, InvalidInput
 
 SEQ_MAX = 2**63 - 1

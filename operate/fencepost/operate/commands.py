@@ -15,6 +15,7 @@ from fencepost.operate import (
     dev,
     doctor,
     effects,
+    finished,
     grants,
     inbox,
     job_signals,
@@ -78,6 +79,8 @@ jobs.app.command("pause")(queues.pause_)
 jobs.app.command("resume")(queues.resume_)
 jobs.app.command("queues")(queues.queues)
 jobs.app.command("orphans")(orphans.orphans)
+jobs.app.command("retention")(finished.retention)
+jobs.app.command("purge")(finished.purge)
 jobs.app.add_typer(schedules.app, name="schedules")
 jobs.app.add_typer(owner.app, name="owner")
 app.add_typer(jobs.app, name="jobs")

@@ -12,8 +12,9 @@ from psycopg.errors import InsufficientPrivilege
 from psycopg.rows import scalar_row
 
 from fencepost.operate.findings import Finding, fail, ok, warn
-from fencepost.schemas import grants, migrate, privileges
+from fencepost.schemas import contract, grants, migrate, privileges
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
+from fencepost.schemas.errors import ContractMismatch
 
 __all__ = ["definers", "doorbell", "encoding", "installed", "migrations", "pooler", "public", "roles", "server"]
 
@@ -118,7 +119,7 @@ def installed(conn: Connection[Any]) -> Finding | None:
 
 
 def migrations(conn: Connection[Any]) -> Finding:
-    """Ours are all applied, unchanged, and there are none that this version does not know."""
+    """Ours are all applied, unchanged, none is of a newer version, and code and database may work together."""
     ours = {m.name: m.checksum for m in migrate.tables()}
     have = {str(name): str(checksum) for name, checksum in conn.execute(migrate.APPLIED)}
     pending = [n for n in ours if n not in have]
@@ -130,8 +131,15 @@ def migrations(conn: Connection[Any]) -> Finding:
         )
     if pending:
         return fail("migrations", f"{_names(pending)} pending; run `fencepost migrate`")
+    try:
+        contract.require(conn)
+    except ContractMismatch as error:
+        return fail("migrations", f"{error.message}; {error.hint}")
     if unknown:
-        return warn("migrations", f"{_names(unknown)} is from a newer version; upgrade this program")
+        return warn(
+            "migrations",
+            f"{_names(unknown)} is from a newer version, which serves this one still; upgrade this program",
+        )
     return ok("migrations", f"{len(ours)} applied")
 
 

@@ -22,7 +22,7 @@ from fencepost.operate import printing, settings
 from fencepost.operate.durations import duration
 from fencepost.operate.effects import login_name
 from fencepost.operate.refusals import ExitCode, line_of
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
 
 app = typer.Typer(no_args_is_help=True, help="Dead letters: list, show, retry, discard, export.")

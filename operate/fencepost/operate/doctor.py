@@ -17,6 +17,7 @@ from rich.text import Text
 from fencepost.operate import (
     authority_checks,
     contract_checks,
+    finished,
     inbox,
     lifecycle_checks,
     printing,
@@ -95,6 +96,7 @@ def examine(dsn: str, state: Path | Witness, *, doorbell: bool = False) -> Itera
         yield _checked(retention.recycling, conn)
         yield _checked(inbox.remembering, conn, "inbox")
         yield _checked(inbox.set_aside, conn, "deadletters")
+        yield _checked(finished.archiving, conn, "archive")
         yield _checked(protected.whole, conn, "protected")
         yield _checked(queues.paused, conn, "queues")
         yield _checked(unknown_effects.unsettled, conn, "effects")

@@ -21,7 +21,7 @@ from fencepost.jobs.escalation import assign
 from fencepost.jobs.reconcile import reconcile
 from fencepost.operate import printing, settings
 from fencepost.operate.durations import duration
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput, NotUnknown
 
 app = typer.Typer(no_args_is_help=True, help="External effects: list, show, assign, and reconcile by evidence.")

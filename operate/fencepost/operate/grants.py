@@ -11,7 +11,7 @@ from psycopg import Connection, sql
 from fencepost.operate import printing, settings
 from fencepost.operate.refusals import ExitCode
 from fencepost.schemas import grants, privileges
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Each role can do its row of the privilege matrix and nothing else.")
@@ -46,7 +46,7 @@ def apply(
         if not dry_run:
             _execute(conn, made)
         handed = grants.hand_over(conn, install)
-        granted = grants.statements(install)
+        granted = grants.statements(conn, install)
         if dry_run:
             for statement in [*made, *handed, *granted]:
                 printing.say(f"{statement.as_string(conn)};")

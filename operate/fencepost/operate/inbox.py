@@ -15,7 +15,7 @@ from fencepost.operate import printing, settings
 from fencepost.operate.durations import duration
 from fencepost.operate.effects import login_name
 from fencepost.operate.findings import Finding, fail, ok, warn
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
 
 app = typer.Typer(no_args_is_help=True, help="What consumers remember: list, retention, purge.")

@@ -12,7 +12,7 @@ from fencepost.jobs.signals import PAYLOAD_BYTES_MAX, signal
 from fencepost.operate import printing, settings
 from fencepost.operate.effects import login_name
 from fencepost.operate.refusals import ExitCode
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
 
 __all__ = ["signal_"]

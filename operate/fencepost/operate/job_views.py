@@ -15,7 +15,7 @@ from typing import Any, LiteralString
 from psycopg import Connection
 from psycopg.rows import dict_row
 
-from fencepost.operate import printing
+from fencepost.operate import archived_views, printing
 
 __all__ = ["LOOKED_MAX", "Filter", "StateName", "find", "history", "one", "standing"]
 
@@ -88,7 +88,7 @@ CROSS JOIN LATERAL (
 ORDER BY k.n"""
 SHOW: LiteralString = """
 SELECT j.generation, j.finishes, j.epoch, j.accepted_epoch, j.attempt, j.done_attempt, j.lease_until, j.applied_effects,
-       j.source_event, j.submitted_at, j.changed_at,
+       j.source_event, j.submitted_at, j.changed_at, j.archived_at,
        (SELECT count(*) FROM fencepost.candidate AS s
         WHERE s.tenant = j.tenant AND s.operation = j.operation AND s.class = j.class) AS staged
 FROM fencepost.job AS j
@@ -200,16 +200,19 @@ def one(conn: Connection[Any], tenant: str, operation: str, job_class: str) -> R
 
 
 def history(
-    conn: Connection[Any], tenant: str, operation: str, job_class: str
+    conn: Connection[Any], tenant: str, operation: str, job_class: str, *, archived: bool = False
 ) -> tuple[list[Row], list[Row], list[Row]]:
-    """The effects of one job, its attempts, and what else happened to it."""
+    """The effects of one job, its attempts, and what else happened to it; of an archived one as long as the archive has it."""
     which = {"tenant": tenant, "operation": operation, "class": job_class}
+    if archived:
+        return _rows(conn, EFFECTS, which), *archived_views.history(conn, which)
     return _rows(conn, EFFECTS, which), _rows(conn, ATTEMPTS, which), _rows(conn, HISTORY, which)
 
 
-def signals(conn: Connection[Any], tenant: str, operation: str, job_class: str) -> list[Row]:
+def signals(conn: Connection[Any], tenant: str, operation: str, job_class: str, *, archived: bool = False) -> list[Row]:
     """What was signalled to one job, without payloads."""
-    return _rows(conn, SIGNALS, {"tenant": tenant, "operation": operation, "class": job_class})
+    which = {"tenant": tenant, "operation": operation, "class": job_class}
+    return archived_views.signals(conn, which) if archived else _rows(conn, SIGNALS, which)
 
 
 def standing(row: Row) -> str:

@@ -17,7 +17,7 @@ from fencepost.operate.durations import duration
 from fencepost.operate.effects import login_name
 from fencepost.operate.job_views import Filter, StateName
 from fencepost.operate.refusals import ExitCode, code_of, line_of
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import EffectOpen, StaleFence, UnknownJob
 
 app = typer.Typer(no_args_is_help=True, help="Jobs: list, show, retry, cancel; schedules.")
@@ -78,8 +78,9 @@ def show(tenant: Tenant, operation: Operation, job_class: JobClass, as_json: AsJ
     """One job: its execution, its effects, every attempt, and what else happened to it."""
     with connect(settings.load().dsn(), autocommit=True) as conn:
         found = job_views.one(conn, tenant, operation, job_class)
-        effects, attempts, history = job_views.history(conn, tenant, operation, job_class)
-        signals = job_views.signals(conn, tenant, operation, job_class)
+        archived = found is not None and found["archived_at"] is not None
+        effects, attempts, history = job_views.history(conn, tenant, operation, job_class, archived=archived)
+        signals = job_views.signals(conn, tenant, operation, job_class, archived=archived)
         told = progress(conn, tenant=tenant, operation=operation, job_class=job_class)
     if found is None:
         raise UnknownJob("there is no such job", field="operation", hint="check --tenant, --operation and --class")

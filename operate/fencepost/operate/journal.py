@@ -20,7 +20,7 @@ from fencepost.jobs.journal_repair import repair
 from fencepost.jobs.journal_scan import Frame, Report, require_sound, scan
 from fencepost.operate import printing, settings
 from fencepost.operate.effects import login_name
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import ConfigError, InvalidInput
 
 app = typer.Typer(no_args_is_help=True, help="A worker's journal of effect begins: verify, show, repair, acknowledge.")

@@ -35,6 +35,7 @@ LOOPS: dict[str, tuple[str, ...]] = {
     "renewal and completion": ("renew", "complete", "complete_many"),
     "transfer to another implementation and back": ("take_over", "give_back"),
     "upkeep of the agenda": ("register_class", "_forget_pointers"),
+    "archive of finished jobs": ("archive_jobs",),
 }
 
 # In the text of a function, or in its parsed body where it has no text.

@@ -12,7 +12,7 @@ from fencepost.jobs.file_store import FileStore
 from fencepost.jobs.orphans import sweep
 from fencepost.operate import printing, settings
 from fencepost.operate.durations import duration
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 
 __all__ = ["orphans"]
 

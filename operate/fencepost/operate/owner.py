@@ -11,7 +11,7 @@ from fencepost.jobs.authority import By
 from fencepost.jobs.lifecycle import FENCEPOST, hand_over
 from fencepost.operate import printing, settings
 from fencepost.operate.effects import login_name
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 
 __all__ = ["app"]
 

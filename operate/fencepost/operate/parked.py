@@ -21,7 +21,7 @@ from fencepost.operate.effects import login_name
 from fencepost.operate.refusals import ExitCode, line_of
 from fencepost.relay import acts
 from fencepost.relay.publisher import ParkReason
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
 
 app = typer.Typer(no_args_is_help=True, help="Parked events: list, show, retry, skip, export.")

@@ -12,7 +12,7 @@ from fencepost.jobs.protect import protect, unprotect
 from fencepost.operate import printing, settings
 from fencepost.operate.findings import Finding, fail, ok
 from fencepost.operate.refusals import ExitCode
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 
 __all__ = ["protect_", "protected", "unprotect_", "whole"]
 

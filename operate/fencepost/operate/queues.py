@@ -12,7 +12,7 @@ from fencepost.jobs.queues import pause, resume
 from fencepost.operate import printing, settings
 from fencepost.operate.effects import login_name
 from fencepost.operate.findings import Finding, ok, warn
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 
 __all__ = ["pause_", "paused", "queues", "resume_"]
 

@@ -12,7 +12,7 @@ from fencepost.operate import printing, settings
 from fencepost.operate.durations import duration
 from fencepost.operate.effects import login_name
 from fencepost.operate.findings import Finding, ok, warn
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
 
 SET: LiteralString = """

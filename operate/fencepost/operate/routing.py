@@ -11,7 +11,7 @@ from fencepost.operate import printing, settings, status
 from fencepost.operate.effects import login_name
 from fencepost.relay import acts
 from fencepost.relay.backlog import backlog
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 
 app = typer.Typer(help="Destinations: list them, remove one.")
 

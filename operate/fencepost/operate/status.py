@@ -13,7 +13,7 @@ from psycopg.rows import class_row
 
 from fencepost.operate import printing, settings
 from fencepost.relay.backlog import COUNT_MAX, backlog
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 
 __all__ = ["STATES", "State", "backlog", "relays", "states", "status"]
 

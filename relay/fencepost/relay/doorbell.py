@@ -15,7 +15,7 @@ from typing import Any, LiteralString
 import psycopg
 from psycopg import Connection
 
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError
 
 log = logging.getLogger("fencepost.relay")

@@ -30,7 +30,7 @@ from fencepost.relay.pages import PageReader, Part, newest_tick
 from fencepost.relay.publisher import Outcome
 from fencepost.relay.retries import RETRY_LOOK_SECONDS, Retries
 from fencepost.relay.slots import SlotLease, slot_count
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError, NotArmed, StaleSlot, Unreachable, WitnessMismatch
 
 log = logging.getLogger("fencepost.relay")

@@ -16,7 +16,7 @@ from uuid import uuid4
 import psycopg
 from psycopg import Connection
 
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError
 
 LEASE: LiteralString = "SELECT fencepost.lease_duty('recycling', %(owner)s, interval '30 s')"

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from psycopg import Connection
 
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError
 from fencepost.schemas.witness import FileWitness, Mark, Record, Witness, confirm, intend
 

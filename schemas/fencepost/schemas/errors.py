@@ -22,6 +22,7 @@ __all__ = [
     "ComputationDied",
     "ConfigError",
     "ConfirmLost",
+    "ContractMismatch",
     "Damaged",
     "EffectLimit",
     "EffectOpen",
@@ -39,6 +40,7 @@ __all__ = [
     "JournalTorn",
     "JournalUnusable",
     "LeaseLost",
+    "NewerFormat",
     "NotArmed",
     "NotDispatched",
     "NotFenced",
@@ -292,6 +294,14 @@ class SecondOwner(Refused, FromDatabase, code="ZF060"):
 
 class UnknownClass(Refused, FromDatabase, code="ZF051"):
     """There is no such job class."""
+
+
+class ContractMismatch(Refused):
+    """Code and database are too far apart to work together; ``field`` is the one that is too old, database or program."""
+
+
+class NewerFormat(Refused):
+    """A file outside the database was written by a newer version than this one: it is sound, and cannot be read here."""
 
 
 class ConfigError(Refused, ValueError):

@@ -43,6 +43,7 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
         "maintenance",
         "reader",
     ),
+    "contract": ROLES[1:],
     "tip": ("reconciler", "authority_admin", "armer", "reader"),
     "arm": ("authority_admin", "armer"),
     "beat": ("armer",),
@@ -84,6 +85,7 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "take_dead_letter": ("consumer",),
     "settle_dead_letter": ("consumer",),
     "note_topics": ("consumer",),
+    "note_positions": ("consumer",),
     "retry_dead_letter": ("reconciler",),
     "discard_dead_letter": ("reconciler",),
     "read_dead_letter": ("reconciler",),
@@ -92,6 +94,11 @@ FUNCTIONS: dict[str, tuple[LiteralString, ...]] = {
     "advance_horizon": ("maintenance",),
     "purge_reservations": ("maintenance",),
     "purge_deliveries": ("maintenance",),
+    "set_job_retention": ("authority_admin",),
+    "set_archive_retention": ("authority_admin",),
+    "archive_jobs": ("maintenance",),
+    "drop_archives": ("maintenance",),
+    "finished_jobs": ("reconciler", "maintenance"),
     "register_class": ("executor",),
     "claim": ("executor",),
     "marks": ("executor",),
@@ -172,6 +179,8 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
     "consumer": ("reconciler", "authority_admin", "maintenance", "reader"),
     "consumer_forever": ("reconciler", "authority_admin", "maintenance", "reader"),
     "consumer_topic": ("reconciler", "authority_admin", "maintenance", "reader"),
+    "consumer_position": ("consumer", "reconciler", "authority_admin", "reader"),
+    "consumer_recovery": ("reconciler", "authority_admin", "reader"),
     "effect": ("reconciler",),
     "effect_event": ("reconciler",),
     "lookup": ("reconciler",),
@@ -186,6 +195,9 @@ TABLES: dict[str, tuple[LiteralString, ...]] = {
     "job_hold": ("reconciler",),
     "job_event": ("reconciler",),
     "job_class": ("reconciler",),
+    "archived": ("reconciler",),
+    "job_retention": ("reconciler", "authority_admin", "maintenance", "reader"),
+    "archive_retention": ("reconciler", "authority_admin", "maintenance", "reader"),
     "agenda": ("reconciler",),
     "attempt": ("reconciler",),
     "publication": ("reconciler",),
@@ -218,6 +230,11 @@ WHERE p.pronamespace = 'fencepost'::regnamespace AND pg_get_userbyid(p.proowner)
 UNION ALL
 SELECT 'SCHEMA fencepost' FROM pg_namespace AS n
 WHERE n.nspname = 'fencepost' AND pg_get_userbyid(n.nspowner) <> %(owner)s"""
+# An older form of a function may stand beside the newer one, for code that calls it still.
+FORMS: LiteralString = """
+SELECT p.proname, array_agg(p.oid::regprocedure::text ORDER BY p.oid) FROM pg_proc AS p
+WHERE p.pronamespace = 'fencepost'::regnamespace AND p.proname = ANY (%(names)s)
+GROUP BY p.proname HAVING count(*) > 1"""
 REVOKES: tuple[LiteralString, ...] = (
     "REVOKE ALL ON SCHEMA fencepost FROM PUBLIC, {}",
     "REVOKE ALL ON ALL TABLES IN SCHEMA fencepost FROM PUBLIC, {}",
@@ -263,7 +280,7 @@ def hand_over(conn: Connection[tuple[Any, ...]], install: str) -> list[sql.Compo
     return [sql.SQL("ALTER {} OWNER TO {}").format(sql.SQL(cast(LiteralString, thing)), owner) for (thing,) in found]
 
 
-def statements(install: str) -> list[sql.Composed]:
+def statements(conn: Connection[tuple[Any, ...]], install: str) -> list[sql.Composed]:
     """What makes the privileges of every role exactly the matrix, whatever they were; PUBLIC keeps nothing."""
     everybody = sql.SQL(", ").join(sql.Identifier(role(install, name)) for name in ROLES)
     made = [sql.SQL(revoke).format(everybody) for revoke in REVOKES]
@@ -274,8 +291,12 @@ def statements(install: str) -> list[sql.Composed]:
             sql.Identifier(role(install, "owner"))
         )
     )
+    several = dict(conn.execute(FORMS, {"names": list(FUNCTIONS)}).fetchall())
     for name, roles in FUNCTIONS.items():
-        made.append(_grant(sql.SQL("EXECUTE ON FUNCTION {}").format(sql.Identifier("fencepost", name)), install, roles))
+        # Invariant: these texts are identities that the catalog has quoted.
+        forms: list[sql.Composable] = [sql.SQL(cast(LiteralString, form)) for form in several.get(name, ())]
+        for form in forms or [sql.Identifier("fencepost", name)]:
+            made.append(_grant(sql.SQL("EXECUTE ON FUNCTION {}").format(form), install, roles))
     for name, roles in TABLES.items():
         made.append(_grant(sql.SQL("SELECT ON {}").format(sql.Identifier("fencepost", name)), install, roles))
     return made
@@ -283,7 +304,7 @@ def statements(install: str) -> list[sql.Composed]:
 
 def apply(conn: Connection[tuple[Any, ...]], install: str) -> None:
     """Makes the privileges of every role exactly the matrix, in the caller's transaction."""
-    for statement in statements(install):
+    for statement in statements(conn, install):
         conn.execute(statement)
 
 

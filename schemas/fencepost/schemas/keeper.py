@@ -17,7 +17,7 @@ import psycopg
 from psycopg import Connection
 
 from fencepost.schemas import arming
-from fencepost.schemas.connect import connect
+from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError, NotArmed, WitnessMismatch
 from fencepost.schemas.witness import Witness
 

@@ -15,9 +15,9 @@ from uuid import uuid4
 
 from psycopg import Connection, sql
 
-from fencepost.schemas import arming, grants
+from fencepost.schemas import arming, contract, grants
 from fencepost.schemas.connect import connect, is_loopback
-from fencepost.schemas.errors import ConfigError, NotArmed, WitnessMismatch
+from fencepost.schemas.errors import ConfigError, ContractMismatch, NotArmed, WitnessMismatch
 from fencepost.schemas.witness import Witness
 
 OLDEST_SERVER = 150000
@@ -25,6 +25,7 @@ LOCK = "SELECT pg_advisory_xact_lock(7310579032614957)"
 LEDGER = """CREATE TABLE IF NOT EXISTS fencepost.migration (
     name text PRIMARY KEY, checksum text NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"""
 APPLIED = "SELECT name, checksum FROM fencepost.migration ORDER BY name"
+DECLARES = "SELECT to_regprocedure('fencepost.contract()') IS NOT NULL"
 RECORD = "INSERT INTO fencepost.migration (name, checksum) VALUES (%(name)s, %(checksum)s)"
 INSTALLED = "SELECT i.name, i.single_role, t.seq FROM fencepost.installation AS i, fencepost.tip AS t"
 INSTALL = """INSERT INTO fencepost.installation (id, name, slots, single_role)
@@ -87,7 +88,8 @@ def apply(
 
     `state` is the folder of the file witness, or another witness, `slots` the number of ordered shares of the outbox (fixed for life),
     `single_role` leaves out the roles (default: on loopback). Raises `ConfigError` for a server older than 15, another
-    encoding than UTF8 or an edited migration, `Unreachable` when nobody answers.
+    encoding than UTF8 or an edited migration, `ContractMismatch` for a database that a newer version has migrated (its
+    functions are not taken back), `Unreachable` when nobody answers.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,20}", install):
         raise ConfigError(
@@ -100,6 +102,7 @@ def apply(
         conn.execute("SET LOCAL lock_timeout = '10s'")
         conn.execute(LOCK)
         created, single_role, install = _schema(conn, single_role, install)
+        _require_not_newer(conn)
         applied = _tables(conn)
         conn.execute("SET LOCAL check_function_bodies = off")
         for function in functions():
@@ -159,6 +162,21 @@ def _require_server(conn: Connection[tuple[Any, ...]]) -> None:
     if row is None or row[0] != "UTF8":
         raise ConfigError(
             "the database's encoding is not UTF8", field="database", hint="CREATE DATABASE ... ENCODING 'UTF8'"
+        )
+
+
+def _require_not_newer(conn: Connection[tuple[Any, ...]]) -> None:
+    """Functions are applied at every run: an older program would put its own in the place of the newer ones."""
+    row = conn.execute(DECLARES).fetchone()
+    found = contract.read(conn) if row == (True,) else None
+    ours = {m.name for m in tables()}
+    unknown = [str(name) for name, _ in conn.execute(APPLIED) if name not in ours]
+    if unknown or (found is not None and found.version > contract.CONTRACT):
+        has = f"contract {found.version}" if not unknown and found is not None else unknown[0]
+        raise ContractMismatch(
+            f"a newer version has migrated this database (it has {has}); nothing was changed",
+            field="program",
+            hint="migrate with the newest version; older programs go on working for as long as it serves them",
         )
 
 

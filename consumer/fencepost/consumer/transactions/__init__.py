@@ -172,14 +172,14 @@ async def opened_async(
             await made.close()
 
 
-def beginning(conn: Connection[Any] | AsyncConnection[Any]) -> bytes:
+def beginning(conn: Connection[Any] | AsyncConnection[Any]) -> list[bytes]:
     """What has to go before a query that does not go through psycopg's cursor, which begins at the first statement.
 
     Invariant: no such query runs outside a transaction, where it would commit by itself. A transaction that is held
     back has sent nothing yet, nor have SQLAlchemy's and Django's; the words are psycopg's for this connection.
     """
     if conn.pgconn.transaction_status != TransactionStatus.IDLE:
-        return b""
+        return []
     words = ["BEGIN"]
     if conn.isolation_level is not None:
         words.append(f"ISOLATION LEVEL {conn.isolation_level.name.replace('_', ' ')}")
@@ -187,7 +187,7 @@ def beginning(conn: Connection[Any] | AsyncConnection[Any]) -> bytes:
         words.append("READ ONLY" if conn.read_only else "READ WRITE")
     if conn.deferrable is not None:
         words.append("DEFERRABLE" if conn.deferrable else "NOT DEFERRABLE")
-    return " ".join(words).encode() + b"; "
+    return [" ".join(words).encode()]
 
 
 def require_alive(conn: Connection[Any] | AsyncConnection[Any]) -> None:

@@ -963,6 +963,79 @@ ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN
 
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', '5856699380df0b62a2053454ce239c182f6701d27ba53a77095424d4a6b9906f');
 
+-- 0020_positions.sql
+-- Positions: how far consumers have read, as this database knows it, so that a restored one is given again what it lost.
+
+-- recovered_epoch: the epoch of the last recovery, 0 before the first. Epochs are given once, so no two recoveries share it.
+ALTER TABLE fencepost.installation ADD COLUMN recovered_epoch bigint NOT NULL DEFAULT 0;
+
+-- Invariant: everything below next is committed in this database. Written after the work and before the broker is told, so that
+-- a broker that knows more says that this database has lost it.
+CREATE TABLE fencepost.consumer_position (
+    consumer       text NOT NULL,
+    cluster        text NOT NULL,
+    consumer_group text NOT NULL,
+    topic          text NOT NULL,
+    topic_id       text NOT NULL,
+    partition      integer NOT NULL,
+    next           bigint NOT NULL CHECK (next >= 0),
+    noted_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, cluster, consumer_group, topic, topic_id, partition)
+) WITH (fillfactor = 50);
+
+-- What each consumer had done when this database was recovered last; positions: so many partitions have one.
+CREATE TABLE fencepost.consumer_recovery (
+    consumer      text PRIMARY KEY,
+    positions     bigint NOT NULL,
+    noted_at      timestamptz,
+    handled_until timestamptz,
+    at            timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON COLUMN fencepost.consumer_recovery.handled_until IS
+  'The time of the youngest event that was handled, in the time that events carry.';
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0020_positions.sql', '823a4aaac9d167a5adb6758613129f05d0701a495d771607ed5eac13ff929bdb');
+
+-- 0022_archive.sql
+-- Finished jobs leave the tables that are worked with: the row in `job` stays for ever as the identity of the work (what it
+-- meant, what became of it and when), with its effects and their history; everything else goes into the archive.
+
+-- Invariant: what is archived never runs again, whatever a function forgets to look at.
+ALTER TABLE fencepost.job
+    ADD COLUMN archived_at timestamptz,
+    ADD CONSTRAINT job_archived_check CHECK (archived_at IS NULL OR exec IN ('done', 'cancelled'));
+
+-- How long finished jobs of a class stay as they are; without a row for ever. passed_at: when a walk through all of them last ended.
+CREATE TABLE fencepost.job_retention (
+    class         text PRIMARY KEY,
+    finished_keep interval NOT NULL CHECK (finished_keep >= '1 hour'),
+    passed_at     timestamptz,
+    changed_at    timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- How long the archive keeps what it was given; without a row for ever.
+CREATE TABLE fencepost.archive_retention (
+    singleton    boolean PRIMARY KEY DEFAULT true CHECK (singleton),
+    archive_keep interval NOT NULL CHECK (archive_keep >= '1 day'),
+    changed_at   timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- Whole rows of finished jobs: of which table, and what. One partition for each month (UTC), made when the first row comes.
+CREATE TABLE fencepost.archive (
+    archived_at timestamptz NOT NULL,
+    tenant      text NOT NULL,
+    operation   text NOT NULL,
+    class       text NOT NULL,
+    kind        text NOT NULL CHECK (kind IN (
+                'job', 'attempt', 'staged', 'publication', 'job_event', 'signal', 'wait', 'progress', 'result')),
+    content     jsonb NOT NULL
+) PARTITION BY RANGE (archived_at);
+CREATE INDEX archive_job ON fencepost.archive (tenant, operation, class, kind);
+
+
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0022_archive.sql', '593227762bbe9fe33774f011242b7438ea517c877c16a32d13d1c7635de20d03');
+
 SET check_function_bodies = off;
 
 -- authority/arm.sql
@@ -973,10 +1046,11 @@ RETURNS bigint LANGUAGE sql VOLATILE AS $$
 $$;
 
 -- What the keeper of the witness compares before it arms or beats.
+-- Tables of one row that were never analysed look large enough to compile the statement, which takes longer than a rotation.
 CREATE OR REPLACE FUNCTION fencepost.tip(
     OUT installation uuid, OUT seq bigint, OUT nonce uuid, OUT system_identifier bigint, OUT timeline bigint,
     OUT database_oid bigint, OUT armed boolean, OUT beat_at timestamptz, OUT epoch bigint, OUT sealed boolean)
-LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off AS $$
     SELECT i.id, p.seq, p.nonce, c.system_identifier, fencepost._timeline(),
            (SELECT d.oid::bigint FROM pg_database AS d WHERE d.datname = current_database()), fencepost.armed(), p.beat_at,
            i.epoch_counter, p.sealed_start IS NOT NULL
@@ -1122,6 +1196,15 @@ BEGIN
         WHERE d.owner = p_owner OR d.lease_until <= clock_timestamp();
     RETURN FOUND;
 END $$;
+
+
+-- authority/contract.sql
+-- Which contract this database has, and the oldest code that it still serves: code asks before it does anything.
+CREATE OR REPLACE FUNCTION fencepost.contract()
+RETURNS TABLE (version integer, serves integer) LANGUAGE sql STABLE PARALLEL SAFE
+SET search_path = pg_catalog, pg_temp AS $$
+    SELECT 1, 1
+$$;
 
 
 -- authority/digest.sql
@@ -1329,13 +1412,14 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'the turn is not beyond this database''s', 'next', NULL);
     END IF;
     UPDATE fencepost.installation AS i SET epoch_counter = p_epoch, floor = p_epoch, frozen = true, era = i.era + 1,
-        recovered_at = clock_timestamp()
+        recovered_at = clock_timestamp(), recovered_epoch = p_epoch
     RETURNING i.era INTO era;
     epoch := p_epoch;
     unknown := fencepost._doubt_effects();
     jobs := fencepost._doubt_jobs();
     PERFORM fencepost._rebuild_agenda();
     unsent := fencepost._begin_era(era, p_numbers);
+    PERFORM fencepost._note_consumers();
     DELETE FROM fencepost.relay;
     DELETE FROM fencepost.duty;
     PERFORM fencepost._take_turn(p_next_seq, p_next_nonce);
@@ -2760,6 +2844,55 @@ BEGIN
 END $$;
 
 
+-- inbox/positions.sql
+-- Notes how far a consumer has read partitions, after the work below is committed and before the broker is told; positions only
+-- grow. Without any it says whether they could be noted. Refused while the database is not armed, and with ZF020 when it was
+-- recovered since `p_recovered` was read: whoever asks then knows of work that this database may have lost.
+-- A crash may forget what this wrote, never the work below it: the log is written in order.
+-- Locks: gate (ROW SHARE), then the positions.
+CREATE OR REPLACE FUNCTION fencepost.note_positions(
+    p_consumer text, p_cluster text, p_group text, p_recovered bigint,
+    p_topics text[], p_topic_ids text[], p_partitions integer[], p_nexts bigint[])
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('consumer', p_consumer);
+    PERFORM fencepost._enter();
+    IF p_recovered IS DISTINCT FROM (SELECT i.recovered_epoch FROM fencepost.installation AS i) THEN
+        PERFORM fencepost._refuse('ZF020', 'the database was restored and recovered meanwhile', 'epoch',
+            'read the positions again, and go on from there');
+    END IF;
+    PERFORM set_config('synchronous_commit', 'off', true);
+    INSERT INTO fencepost.consumer_position AS c (consumer, cluster, consumer_group, topic, topic_id, partition, next)
+    SELECT p_consumer, p_cluster, p_group, n.topic, n.topic_id, n.partition, n.next
+    FROM unnest(p_topics, p_topic_ids, p_partitions, p_nexts) AS n (topic, topic_id, partition, next)
+    ORDER BY n.topic, n.topic_id, n.partition
+    ON CONFLICT (consumer, cluster, consumer_group, topic, topic_id, partition)
+    DO UPDATE SET next = excluded.next, noted_at = clock_timestamp() WHERE c.next < excluded.next;
+END $$;
+
+-- What every consumer had done at a recovery: how many positions it has, and the youngest event it has handled.
+CREATE OR REPLACE FUNCTION fencepost._note_consumers()
+RETURNS void LANGUAGE sql AS $$
+    DELETE FROM fencepost.consumer_recovery;
+    WITH RECURSIVE handled AS (
+        -- From consumer to consumer along the index.
+        (SELECT r.consumer FROM fencepost.reservation AS r ORDER BY r.consumer LIMIT 1)
+        UNION ALL
+        SELECT (SELECT r.consumer FROM fencepost.reservation AS r WHERE r.consumer > h.consumer ORDER BY r.consumer LIMIT 1)
+        FROM handled AS h WHERE h.consumer IS NOT NULL
+    ), known AS (
+        SELECT h.consumer FROM handled AS h WHERE h.consumer IS NOT NULL
+        UNION SELECT p.consumer FROM fencepost.consumer_position AS p
+        UNION SELECT c.consumer FROM fencepost.consumer AS c
+    )
+    INSERT INTO fencepost.consumer_recovery (consumer, positions, noted_at, handled_until)
+    SELECT k.consumer, p.count, p.noted_at, (SELECT max(r.event_time) FROM fencepost.reservation AS r WHERE r.consumer = k.consumer)
+    FROM known AS k
+    CROSS JOIN LATERAL (SELECT count(*) AS count, max(p.noted_at) AS noted_at FROM fencepost.consumer_position AS p
+                        WHERE p.consumer = k.consumer) AS p
+$$;
+
+
 -- inbox/purge.sql
 -- Forgetting. First the horizon is advanced and committed: from then on an older event is refused where nothing is known of it.
 -- Only then are rows deleted, and a grace period behind it, so that copies which are a little late are still recognised.
@@ -2790,6 +2923,10 @@ DECLARE
     v_consumer fencepost.consumer;
 BEGIN
     PERFORM fencepost._enter();
+    -- Invariant: reserve asks nobody about an event of the last hour.
+    IF (p_grace >= interval '1 hour') IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF003', 'the grace period is less than an hour', 'grace', 'give an hour or more');
+    END IF;
     SELECT c.* INTO v_consumer FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
     -- Invariant: the types are read after the horizon, so that one which was declared before it was advanced is seen.
     WITH looked AS (
@@ -2890,42 +3027,41 @@ DECLARE
     v_known bytea;
     v_epoch bigint;
     v_horizon timestamptz;
-    v_lock_timeout text;
+    v_settings text[];
     v_ignored text;
 BEGIN
+    -- Few and large expressions on the way of an ordinary event: PL/pgSQL makes each of them anew in every transaction.
     IF (fencepost._is_plain_reservation(p_tenant, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, p_binding,
                                         p_event_time, p_coordinates)
         AND p_consumer ~ '^[!-~]+$' AND octet_length(p_consumer) <= 200
-        AND (p_headers IS NULL) = (p_payload IS NULL)) IS NOT TRUE THEN
+        AND (p_headers IS NULL) = (p_payload IS NULL)
+        AND coalesce(p_wait_ms, 1) >= 1 AND current_setting('synchronous_commit') = 'on') IS NOT TRUE THEN
         PERFORM fencepost._require_reservable(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
             p_binding, p_event_time, p_coordinates, p_headers, p_payload);
-    END IF;
-    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
-    IF current_setting('synchronous_commit') <> 'on' THEN
-        PERFORM set_config('synchronous_commit', 'on', true);
-    END IF;
-    IF p_wait_ms IS NOT NULL THEN
         IF p_wait_ms < 1 THEN
             PERFORM fencepost._refuse('ZF003', 'wait_ms is less than 1', 'wait_ms', NULL);
         END IF;
-        -- Assigned, not performed: an expression is no query.
-        v_lock_timeout := current_setting('lock_timeout');
-        v_ignored := set_config('lock_timeout', p_wait_ms::text, true);
-        v_ignored := set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true);
+        -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+        PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
-    v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
-    other_epoch := false;
+    -- Before the first statement that may wait: what was, what is, and the mark.
+    v_settings := CASE WHEN p_wait_ms IS NOT NULL THEN ARRAY[
+        current_setting('lock_timeout'), set_config('lock_timeout', p_wait_ms::text, true),
+        set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true)] END;
 
     INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
-    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type, v_meaning, p_event_id)
+    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type,
+        fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding), p_event_id)
     ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
     WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
-    RETURNING d.arrivals INTO arrivals;
+    RETURNING d.arrivals, d.meaning, 'reserved', false INTO arrivals, v_meaning, outcome, other_epoch;
     IF NOT FOUND THEN
+        other_epoch := false;
         IF p_payload IS NULL THEN
             outcome := 'alone';
             arrivals := 0;
         ELSE
+            v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
             UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
             WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
             outcome := 'conflict';
@@ -2933,9 +3069,7 @@ BEGIN
                 'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
                 p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
         END IF;
-        IF p_wait_ms IS NOT NULL THEN
-            v_ignored := set_config('lock_timeout', v_lock_timeout, true);
-        END IF;
+        v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
         RETURN;
     END IF;
 
@@ -2943,6 +3077,12 @@ BEGIN
     VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
     ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
     IF FOUND THEN
+        -- Nothing so young was ever forgotten: purges keep a grace period of an hour at least, behind a horizon that no clock
+        -- is ahead of.
+        IF p_event_time >= clock_timestamp() - interval '1 hour' THEN
+            v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
+            RETURN;
+        END IF;
         -- Invariant: inserted first, the horizon read by a later statement. Whatever purge hid an older reservation from the
         -- insertion has committed, and its horizon before it, so this statement sees it.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -2950,7 +3090,6 @@ BEGIN
             INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
         END IF;
         SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
-        outcome := 'reserved';
         IF p_event_time < v_horizon THEN
             -- A type that is kept for ever has a horizon of its own, which is no younger.
             IF p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
@@ -2995,9 +3134,7 @@ BEGIN
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
             p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
     END IF;
-    IF p_wait_ms IS NOT NULL THEN
-        v_ignored := set_config('lock_timeout', v_lock_timeout, true);
-    END IF;
+    v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
 END $$;
 
 
@@ -3501,7 +3638,7 @@ $$;
 
 
 -- jobs/append_only.sql
--- History stays: these tables take inserts only, from anybody.
+-- History stays: these tables take inserts only, from anybody; rows of some may leave for the archive (see archive).
 CREATE OR REPLACE FUNCTION fencepost._append_only()
 RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -3525,11 +3662,13 @@ DECLARE
     v_table text;
 BEGIN
     FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result',
-                                   'job_event'] LOOP
+                                   'job_event', 'archive'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
-            EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
-                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
+            EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR %s TRUNCATE ON fencepost.%I '
+                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()',
+                CASE WHEN v_table NOT IN ('attempt', 'staged', 'publication', 'signal', 'result', 'job_event') THEN 'DELETE OR' END,
+                v_table);
         END IF;
     END LOOP;
     FOREACH v_table IN ARRAY ARRAY['job', 'slot'] LOOP
@@ -3540,6 +3679,277 @@ BEGIN
         END IF;
     END LOOP;
 END $$;
+
+
+-- jobs/archive.sql
+-- Finished jobs: out of the tables that are worked with, into the archive, and out of that when its time is over too.
+
+-- Done, or cancelled and nobody else's, with nothing open or doubtful about it, for longer than that. The caller looks at the
+-- effects, in which there may be evidence against a job that is done.
+CREATE OR REPLACE FUNCTION fencepost._finished(p_job fencepost.job, p_keep interval)
+RETURNS boolean LANGUAGE sql STABLE AS $$
+    SELECT p_job.archived_at IS NULL
+       AND (p_job.exec = 'done' OR p_job.exec = 'cancelled' AND p_job.reason IS DISTINCT FROM 'transferred')
+       AND p_job.open_effects = 0 AND NOT p_job.suspect AND p_job.changed_at < statement_timestamp() - p_keep
+$$;
+
+-- The partition of this month, made where it is not there.
+-- Locks: the archive, where it is made; waits for those who write to it.
+CREATE OR REPLACE FUNCTION fencepost._make_archive()
+RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_first constant timestamptz := date_trunc('month', now(), 'UTC');
+    v_name constant text := 'archive_' || to_char(v_first AT TIME ZONE 'UTC', 'YYYY_MM');
+BEGIN
+    IF to_regclass('fencepost.' || v_name) IS NULL THEN
+        LOCK TABLE fencepost.archive IN SHARE ROW EXCLUSIVE MODE;
+        EXECUTE format('CREATE TABLE IF NOT EXISTS fencepost.%I PARTITION OF fencepost.archive FOR VALUES FROM (%L) TO (%L)',
+            v_name, v_first, (v_first AT TIME ZONE 'UTC' + interval '1 month') AT TIME ZONE 'UTC');
+    END IF;
+END $$;
+
+-- Moves finished jobs that are older than their class keeps them into the archive, `p_limit` at most, each whole; killed before
+-- its commit it has moved none. The job stays as the identity of its operation, its effects and operators' decisions stay as they are: the same
+-- operation is never new, late evidence is taken as ever. Looks at the jobs of a few pages of attempts and holds, from
+-- `p_after` (at first 0) on; `after` is where to go on, null at the end.
+-- Invariant: whatever is deleted is what is archived, in the same statement; a job is looked at after it is locked.
+-- Locks: gate, then jobs and attempts that nobody else holds; waits for nobody but whoever makes the month's partition.
+CREATE OR REPLACE FUNCTION fencepost.archive_jobs(p_after bigint, p_limit integer, OUT archived integer, OUT after bigint)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '2s'
+SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_custom_plan AS $$
+DECLARE
+    v_end constant bigint := p_after + 64;
+    v_from tid;
+    v_to tid;
+    v_found record;
+    v_seen record;
+    v_held uuid[];
+    v_busy record;
+    v_jobs record;
+    v_table text;
+BEGIN
+    IF p_after IS NULL OR p_after NOT BETWEEN 0 AND 4294967000 THEN
+        PERFORM fencepost._refuse('ZF003', 'after is not where a call ended', 'after', 'begin with 0');
+    ELSIF p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 1000 THEN
+        PERFORM fencepost._refuse('ZF003', 'limit is not between 1 and 1000', 'limit', NULL);
+    ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
+        PERFORM fencepost._refuse('ZF004', 'an older snapshot may not show what came late', 'isolation', 'use a read committed transaction');
+    END IF;
+    PERFORM fencepost._enter();
+    archived := 0;
+    v_from := format('(%s,0)', p_after)::tid;
+    v_to := format('(%s,0)', v_end)::tid;
+    SELECT array_agg(f.tenant) AS tenants, array_agg(f.operation) AS operations, array_agg(f.class) AS classes INTO v_found FROM (
+        SELECT s.tenant, s.operation, s.class FROM (
+            SELECT a.tenant, a.operation, a.class FROM fencepost.attempt AS a WHERE a.ctid >= v_from AND a.ctid < v_to
+            UNION
+            SELECT h.tenant, h.operation, h.class FROM fencepost.job_hold AS h
+            WHERE h.ctid >= v_from AND h.ctid < v_to AND h.state = 'cancelled'
+            ORDER BY 1, 2, 3) AS s
+        JOIN fencepost.job_retention AS r ON r.class = s.class
+        CROSS JOIN LATERAL (
+            SELECT FROM fencepost.job AS k
+            WHERE k.tenant = s.tenant AND k.operation = s.operation AND k.class = s.class AND fencepost._finished(k, r.finished_keep)
+              AND NOT EXISTS (SELECT FROM fencepost.effect AS e
+                              WHERE e.tenant = k.tenant AND e.operation = k.operation AND e.class = k.class
+                                AND e.state IN ('pending', 'unknown'))
+            FOR NO KEY UPDATE SKIP LOCKED) AS j
+        LIMIT p_limit) AS f;
+    IF v_found.tenants IS NOT NULL THEN
+        -- Every attempt of a job has ended in one of its events or in its completion.
+        SELECT array_agg(i.tenant) AS tenants, array_agg(i.attempt) AS attempts INTO v_seen FROM (
+            SELECT u.tenant, l.attempt FROM unnest(v_found.tenants, v_found.operations, v_found.classes) AS u (tenant, operation, class)
+            CROSS JOIN LATERAL (
+                SELECT v.attempt FROM fencepost.job_event AS v
+                WHERE v.tenant = u.tenant AND v.operation = u.operation AND v.class = u.class
+                UNION ALL
+                SELECT s.attempt FROM fencepost.staged AS s
+                WHERE s.tenant = u.tenant AND s.operation = u.operation AND s.class = u.class
+                UNION ALL
+                SELECT k.done_attempt FROM fencepost.job AS k
+                WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = u.class) AS l
+            WHERE l.attempt IS NOT NULL
+            GROUP BY 1, 2) AS i;
+        -- Who stages a result holds the attempt; that job is left for the next time.
+        SELECT coalesce(array_agg(l.attempt), '{}') INTO v_held
+        FROM unnest(v_seen.tenants, v_seen.attempts) AS i (tenant, attempt)
+        CROSS JOIN LATERAL (
+            SELECT a.attempt FROM fencepost.attempt AS a
+            WHERE a.tenant = i.tenant AND a.attempt = i.attempt FOR UPDATE SKIP LOCKED) AS l;
+        SELECT coalesce(array_agg(l.tenant), '{}') AS tenants, array_agg(l.operation) AS operations, array_agg(l.class) AS classes
+        INTO v_busy FROM unnest(v_seen.tenants, v_seen.attempts) AS i (tenant, attempt)
+        CROSS JOIN LATERAL (
+            SELECT a.tenant, a.operation, a.class FROM fencepost.attempt AS a
+            WHERE a.tenant = i.tenant AND a.attempt = i.attempt OFFSET 0) AS l
+        WHERE i.attempt <> ALL (v_held);
+        SELECT array_agg(u.tenant) AS tenants, array_agg(u.operation) AS operations, array_agg(u.class) AS classes INTO v_jobs
+        FROM unnest(v_found.tenants, v_found.operations, v_found.classes) AS u (tenant, operation, class)
+        JOIN fencepost.job_retention AS r ON r.class = u.class
+        CROSS JOIN LATERAL (
+            SELECT FROM fencepost.job AS k
+            WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = u.class AND fencepost._finished(k, r.finished_keep)
+            OFFSET 0) AS j
+        WHERE NOT EXISTS (SELECT FROM fencepost.effect AS e
+                          WHERE e.tenant = u.tenant AND e.operation = u.operation AND e.class = u.class
+                            AND e.state IN ('pending', 'unknown'))
+          AND (u.tenant, u.operation, u.class) NOT IN (
+              SELECT b.tenant, b.operation, b.class
+              FROM unnest(v_busy.tenants, v_busy.operations, v_busy.classes) AS b (tenant, operation, class));
+        IF v_jobs.tenants IS NOT NULL THEN
+            archived := cardinality(v_jobs.tenants);
+            PERFORM fencepost._make_archive();
+            INSERT INTO fencepost.archive (archived_at, tenant, operation, class, kind, content)
+            SELECT now(), j.tenant, j.operation, j.class, 'job', to_jsonb(j)
+            FROM unnest(v_jobs.tenants, v_jobs.operations, v_jobs.classes) AS u (tenant, operation, class)
+            JOIN fencepost.job AS j ON j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class;
+            -- What is staged refers to its attempt, so it goes first.
+            FOREACH v_table IN ARRAY ARRAY['staged', 'publication', 'job_event', 'signal', 'wait', 'progress', 'result'] LOOP
+                EXECUTE format($move$
+                    WITH gone AS (
+                        DELETE FROM fencepost.%1$I AS g USING unnest($1, $2, $3) AS u (tenant, operation, class)
+                        WHERE g.tenant = u.tenant AND g.operation = u.operation AND g.class = u.class RETURNING g.*)
+                    INSERT INTO fencepost.archive (archived_at, tenant, operation, class, kind, content)
+                    SELECT now(), g.tenant, g.operation, g.class, %1$L, to_jsonb(g) FROM gone AS g $move$, v_table)
+                USING v_jobs.tenants, v_jobs.operations, v_jobs.classes;
+            END LOOP;
+            WITH gone AS (
+                DELETE FROM fencepost.attempt AS a USING unnest(v_seen.tenants, v_seen.attempts) AS i (tenant, attempt)
+                WHERE a.tenant = i.tenant AND a.attempt = i.attempt
+                  AND (a.tenant, a.operation, a.class) IN (
+                      SELECT u.tenant, u.operation, u.class
+                      FROM unnest(v_jobs.tenants, v_jobs.operations, v_jobs.classes) AS u (tenant, operation, class))
+                RETURNING a.*)
+            INSERT INTO fencepost.archive (archived_at, tenant, operation, class, kind, content)
+            SELECT now(), g.tenant, g.operation, g.class, 'attempt', to_jsonb(g) FROM gone AS g;
+            DELETE FROM fencepost.job_hold AS h USING unnest(v_jobs.tenants, v_jobs.operations, v_jobs.classes) AS u (tenant, operation, class)
+            WHERE h.tenant = u.tenant AND h.operation = u.operation AND h.class = u.class;
+            UPDATE fencepost.job AS j SET args = '', archived_at = now()
+            FROM unnest(v_jobs.tenants, v_jobs.operations, v_jobs.classes) AS u (tenant, operation, class)
+            WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = u.class;
+        END IF;
+    END IF;
+    -- As many as were asked for: there may be more of them here.
+    after := CASE WHEN archived = p_limit THEN p_after ELSE v_end END;
+    IF after * current_setting('block_size')::bigint
+       >= greatest(pg_relation_size('fencepost.attempt'), pg_relation_size('fencepost.job_hold')) THEN
+        after := NULL;
+        UPDATE fencepost.job_retention SET passed_at = clock_timestamp();
+    END IF;
+END $$;
+
+-- What `archive_jobs` would move now, by class, as far as it is worth counting.
+CREATE OR REPLACE FUNCTION fencepost.finished_jobs(p_most integer)
+RETURNS TABLE (class text, finished_keep interval, jobs bigint, oldest timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT r.class, r.finished_keep, count(f.at), min(f.at) FROM fencepost.job_retention AS r
+    LEFT JOIN LATERAL (
+        SELECT k.changed_at AS at FROM (
+            SELECT a.tenant, a.operation FROM fencepost.attempt AS a WHERE a.class = r.class
+            UNION
+            SELECT h.tenant, h.operation FROM fencepost.job_hold AS h WHERE h.class = r.class AND h.state = 'cancelled') AS s
+        JOIN fencepost.job AS k ON k.tenant = s.tenant AND k.operation = s.operation AND k.class = r.class
+        WHERE fencepost._finished(k, r.finished_keep)
+          AND NOT EXISTS (SELECT FROM fencepost.effect AS e
+                          WHERE e.tenant = k.tenant AND e.operation = k.operation AND e.class = k.class
+                            AND e.state IN ('pending', 'unknown'))
+        LIMIT p_most) AS f ON true
+    GROUP BY r.class ORDER BY r.class
+$$;
+
+-- Drops the months of the archive that have been over for longer than it keeps them; returns their names. With `p_dry` only that.
+-- Locks: gate, then the archive; waits two seconds at most for those who write to it or read it.
+CREATE OR REPLACE FUNCTION fencepost.drop_archives(p_dry boolean)
+RETURNS SETOF text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '2s' AS $$
+DECLARE
+    v_name text;
+BEGIN
+    PERFORM fencepost._enter();
+    FOR v_name IN
+        SELECT c.relname FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid CROSS JOIN fencepost.archive_retention AS r
+        WHERE i.inhparent = 'fencepost.archive'::regclass AND c.relname ~ '^archive_\d{4}_\d\d$'
+          AND (to_date(substr(c.relname, 9), 'YYYY_MM') + interval '1 month') AT TIME ZONE 'UTC' < clock_timestamp() - r.archive_keep
+        ORDER BY c.relname
+    LOOP
+        IF NOT p_dry THEN
+            EXECUTE format('DROP TABLE fencepost.%I', v_name);
+        END IF;
+        RETURN NEXT v_name;
+    END LOOP;
+END $$;
+
+-- Declares how long finished jobs of a class stay as they are; null: for ever.
+CREATE OR REPLACE FUNCTION fencepost.set_job_retention(p_class text, p_keep interval, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    IF p_keep NOT BETWEEN interval '1 hour' AND interval '100 years' THEN
+        PERFORM fencepost._refuse('ZF003', 'finished jobs stay between an hour and a hundred years', 'finished_keep', 'or for ever');
+    ELSIF NOT EXISTS (SELECT FROM fencepost.job_class AS k WHERE k.class = p_class) THEN
+        PERFORM fencepost._refuse('ZF051', 'this class is not registered', 'class', 'see: fencepost jobs queues');
+    END IF;
+    IF p_keep IS NULL THEN
+        DELETE FROM fencepost.job_retention AS r WHERE r.class = p_class;
+    ELSE
+        INSERT INTO fencepost.job_retention AS r (class, finished_keep) VALUES (p_class, p_keep)
+        ON CONFLICT (class) DO UPDATE SET finished_keep = p_keep, changed_at = clock_timestamp();
+    END IF;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict)
+    VALUES (gen_random_uuid(), 'retention', p_actor, p_reason, 'finished ' || p_class, coalesce(p_keep::text, 'for ever'));
+END $$;
+
+-- Declares how long the archive keeps what it was given; null: for ever.
+CREATE OR REPLACE FUNCTION fencepost.set_archive_retention(p_keep interval, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    IF p_keep NOT BETWEEN interval '1 day' AND interval '100 years' THEN
+        PERFORM fencepost._refuse('ZF003', 'the archive keeps between a day and a hundred years', 'archive_keep', 'or for ever');
+    END IF;
+    IF p_keep IS NULL THEN
+        DELETE FROM fencepost.archive_retention;
+    ELSE
+        INSERT INTO fencepost.archive_retention AS r (archive_keep) VALUES (p_keep)
+        ON CONFLICT (singleton) DO UPDATE SET archive_keep = p_keep, changed_at = clock_timestamp();
+    END IF;
+    INSERT INTO fencepost.decision (decision_id, kind, actor, reason, subject, verdict)
+    VALUES (gen_random_uuid(), 'retention', p_actor, p_reason, 'archive of jobs', coalesce(p_keep::text, 'for ever'));
+END $$;
+
+-- Invariant: history leaves for the archive only, and only what is there word for word.
+CREATE OR REPLACE FUNCTION fencepost._archived_only()
+RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF EXISTS (SELECT FROM gone AS g
+               WHERE NOT EXISTS (SELECT FROM fencepost.archive AS a
+                                 WHERE a.archived_at = now() AND a.tenant = g.tenant AND a.operation = g.operation
+                                   AND a.class = g.class AND a.kind = TG_TABLE_NAME AND a.content = to_jsonb(g))) THEN
+        PERFORM fencepost._refuse('ZF003', TG_TABLE_NAME || ' is append-only', TG_TABLE_NAME, 'history is never changed');
+    END IF;
+    RETURN NULL;
+END $$;
+-- Locks: none where the triggers exist.
+DO $$
+DECLARE
+    v_table text;
+BEGIN
+    FOREACH v_table IN ARRAY ARRAY['attempt', 'staged', 'publication', 'signal', 'result', 'job_event'] LOOP
+        IF NOT EXISTS (SELECT FROM pg_trigger
+                       WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'archived_only') THEN
+            EXECUTE format('CREATE TRIGGER archived_only AFTER DELETE ON fencepost.%I REFERENCING OLD TABLE AS gone '
+                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._archived_only()', v_table);
+        END IF;
+    END LOOP;
+END $$;
+
+-- What the archive has of jobs, without what they were given, computed, were told and returned.
+CREATE OR REPLACE VIEW fencepost.archived AS
+    SELECT a.tenant, a.operation, a.class, a.archived_at, a.kind, a.content - '{args,result,payload}'::text[] AS content
+    FROM fencepost.archive AS a;
 
 
 -- jobs/cancel.sql
@@ -3597,6 +4007,8 @@ BEGIN
         PERFORM fencepost._refuse('ZF020', 'the job is neither poison nor cancelled', 'state', 'only those can be queued again');
     ELSIF v_job.exec = 'cancelled' AND v_job.reason = 'transferred' THEN
         PERFORM fencepost._refuse('ZF060', 'the job was taken over by ' || v_job.detail, 'operation', 'retry it there, or let it be given back');
+    ELSIF v_job.archived_at IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF020', 'the job is archived', 'state', 'submit the work anew, as another operation');
     ELSIF v_job.open_effects > 0 THEN
         PERFORM fencepost._refuse('ZF030', 'an effect of this job is pending or unknown', 'effect', 'reconcile it first');
     END IF;
@@ -3618,49 +4030,42 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_class text;
     v_keys record;
-    v_key record;
     v_job fencepost.job;
     v_count integer := 0;
 BEGIN
     FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
-        -- The agenda says where to look; a lease that was renewed is looked at again at its new end.
+        -- The agenda says where to look; a lease that was renewed is looked at again at its new end. Only a running job has a
+        -- lease, and only one of the pointer's generation counts.
         WITH seen AS MATERIALIZED (
-            SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until,
-                   coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
+            SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until
             FROM fencepost.agenda AS a
             LEFT JOIN LATERAL (
-                SELECT k.exec, k.generation, k.lease_until FROM fencepost.job AS k
+                SELECT CASE WHEN k.generation = a.generation THEN k.lease_until END AS lease_until FROM fencepost.job AS k
                 WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class OFFSET 0) AS j ON true
             WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
               AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
             ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
         ), over AS (
             DELETE FROM fencepost.agenda AS a USING seen AS s
-            WHERE a.ctid = s.at AND NOT (s.running AND s.lease_until <= v_now)
+            WHERE a.ctid = s.at AND (s.lease_until <= v_now) IS NOT TRUE
         ), renewed AS (
             INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
             SELECT v_class, 2147483647, greatest(s.lease_until, clock_timestamp()), s.tenant, s.operation, s.generation, s.epoch
-            FROM seen AS s WHERE s.running AND s.lease_until > v_now
+            FROM seen AS s WHERE s.lease_until > v_now
         )
         SELECT array_agg(s.tenant) AS tenants, array_agg(s.operation) AS operations INTO v_keys
-        FROM seen AS s WHERE s.running AND s.lease_until <= v_now;
-        CONTINUE WHEN v_keys.tenants IS NULL;
-        FOR v_key IN
-            SELECT u.tenant, u.operation FROM (
+        FROM seen AS s WHERE s.lease_until <= v_now;
+        FOR v_job IN
+            SELECT j.* FROM (
                 SELECT k.tenant, k.operation FROM unnest(v_keys.tenants, v_keys.operations) AS k (tenant, operation) ORDER BY 1, 2) AS u
             CROSS JOIN LATERAL (
-                SELECT FROM fencepost.job AS j
-                WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
-                  AND j.exec = 'running' AND j.lease_until <= v_now
+                SELECT k.* FROM fencepost.job AS k
+                WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = v_class AND k.lease_until <= v_now
                 FOR NO KEY UPDATE SKIP LOCKED) AS j
             LIMIT p_limit - v_count
         LOOP
-            SELECT j.* INTO v_job FROM fencepost.job AS j
-            WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_class;
-            IF v_job.exec = 'running' AND v_job.lease_until <= clock_timestamp() THEN
-                PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
-                v_count := v_count + 1;
-            END IF;
+            PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
+            v_count := v_count + 1;
         END LOOP;
     END LOOP;
     RETURN v_count;
@@ -3712,7 +4117,7 @@ BEGIN
     RETURN QUERY
     SELECT d.at, j.at FROM unnest(p_priorities, p_marks) AS l (priority, mark)
     CROSS JOIN LATERAL (
-        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation, a.epoch FROM fencepost.agenda AS a
+        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation FROM fencepost.agenda AS a
         WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
           AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
         ORDER BY a.due) AS d
@@ -3720,7 +4125,7 @@ BEGIN
         SELECT k.ctid AS at FROM fencepost.job AS k
         WHERE k.tenant = d.tenant AND k.operation = d.operation AND k.class = p_class
           AND k.exec = 'queued' AND k.generation = d.generation AND k.priority = d.priority AND k.run_at <= p_now
-          AND k.open_effects = 0 AND k.epoch = d.epoch
+          AND k.open_effects = 0
         FOR NO KEY UPDATE SKIP LOCKED) AS j
     LIMIT p_limit;
 END $$;
@@ -4912,13 +5317,24 @@ BEGIN
     VALUES (p_tenant, p_operation, p_class, p_attempt, p_result);
 END $$;
 
--- What the attempt that completed this job returned; nothing while it is not done, or where it returned nothing.
+-- What the attempt that completed this job returned; nothing while it is not done, or where it returned nothing, or where
+-- that has left the archive too.
 CREATE OR REPLACE FUNCTION fencepost.result(p_tenant text, p_operation text, p_class text)
 RETURNS TABLE (result bytea, attempt uuid, at timestamptz)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    RETURN QUERY
     SELECT r.result, r.attempt, r.at FROM fencepost.result AS r
-    WHERE r.tenant = p_tenant AND r.operation = p_operation AND r.class = p_class
-$$;
+    WHERE r.tenant = p_tenant AND r.operation = p_operation AND r.class = p_class;
+    IF NOT FOUND AND EXISTS (SELECT FROM fencepost.job AS j
+                             WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class
+                               AND j.archived_at IS NOT NULL) THEN
+        RETURN QUERY
+        SELECT r.result, r.attempt, r.at FROM fencepost.archive AS a
+        CROSS JOIN LATERAL jsonb_populate_record(NULL::fencepost.result, a.content) AS r
+        WHERE a.tenant = p_tenant AND a.operation = p_operation AND a.class = p_class AND a.kind = 'result';
+    END IF;
+END $$;
 
 
 -- jobs/schedules.sql
@@ -5043,6 +5459,7 @@ END $$;
 -- Tells a job something, in the caller's transaction: inserts only, without gate and without a lock of the job, so it can run
 -- inside any transaction. Returns `recorded`; `known` when this key has told the same before, of which only the key is looked
 -- at first; `too_late` when the job is done, and nothing is kept. Another name or payload under the key is a conflict (ZF010).
+-- Of an archived job nothing of that is looked at any more: it is always too late.
 -- Locks: two calls with one key wait for each other.
 CREATE OR REPLACE FUNCTION fencepost.signal(
     p_tenant text, p_operation text, p_class text, p_name text, p_payload bytea, p_key text DEFAULT NULL, p_actor text DEFAULT NULL)
@@ -5064,7 +5481,7 @@ BEGIN
     IF p_payload IS NULL OR octet_length(p_payload) > 65536 THEN
         PERFORM fencepost._refuse('ZF003', 'payload is null or larger than 64 KiB', 'payload', 'store it elsewhere and send a reference');
     END IF;
-    SELECT j.exec INTO v_exec FROM fencepost.job AS j
+    SELECT CASE WHEN j.archived_at IS NULL THEN j.exec ELSE 'done' END INTO v_exec FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
     IF NOT FOUND THEN
         PERFORM fencepost._refuse('ZF050', 'there is no such job', 'operation', 'submit it first, in this transaction or before it');
@@ -5113,9 +5530,13 @@ RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, 
 BEGIN
     IF p_result IS NULL OR octet_length(p_result) > 1048576 THEN
         PERFORM fencepost._refuse('ZF003', 'result is null or larger than 1 MiB', 'result', 'store it elsewhere and stage a reference');
-    ELSIF NOT EXISTS (SELECT FROM fencepost.attempt AS a
-                      WHERE a.tenant = p_tenant AND a.attempt = p_attempt AND a.operation = p_operation AND a.class = p_class) THEN
-        PERFORM fencepost._refuse('ZF020', 'this attempt never held the job', 'attempt', 'stage with the fence of the claim');
+    END IF;
+    -- Held, so that it does not leave for the archive meanwhile.
+    PERFORM FROM fencepost.attempt AS a
+    WHERE a.tenant = p_tenant AND a.attempt = p_attempt AND a.operation = p_operation AND a.class = p_class FOR KEY SHARE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF020', 'this attempt never held the job, or the job is archived', 'attempt',
+            'stage with the fence of the claim');
     END IF;
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     PERFORM set_config('synchronous_commit', 'on', true);

@@ -30,13 +30,14 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'the turn is not beyond this database''s', 'next', NULL);
     END IF;
     UPDATE fencepost.installation AS i SET epoch_counter = p_epoch, floor = p_epoch, frozen = true, era = i.era + 1,
-        recovered_at = clock_timestamp()
+        recovered_at = clock_timestamp(), recovered_epoch = p_epoch
     RETURNING i.era INTO era;
     epoch := p_epoch;
     unknown := fencepost._doubt_effects();
     jobs := fencepost._doubt_jobs();
     PERFORM fencepost._rebuild_agenda();
     unsent := fencepost._begin_era(era, p_numbers);
+    PERFORM fencepost._note_consumers();
     DELETE FROM fencepost.relay;
     DELETE FROM fencepost.duty;
     PERFORM fencepost._take_turn(p_next_seq, p_next_nonce);

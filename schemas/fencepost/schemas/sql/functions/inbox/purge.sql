@@ -27,6 +27,10 @@ DECLARE
     v_consumer fencepost.consumer;
 BEGIN
     PERFORM fencepost._enter();
+    -- Invariant: reserve asks nobody about an event of the last hour.
+    IF (p_grace >= interval '1 hour') IS NOT TRUE THEN
+        PERFORM fencepost._refuse('ZF003', 'the grace period is less than an hour', 'grace', 'give an hour or more');
+    END IF;
     SELECT c.* INTO v_consumer FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
     -- Invariant: the types are read after the horizon, so that one which was declared before it was advanced is seen.
     WITH looked AS (

@@ -57,42 +57,41 @@ DECLARE
     v_known bytea;
     v_epoch bigint;
     v_horizon timestamptz;
-    v_lock_timeout text;
+    v_settings text[];
     v_ignored text;
 BEGIN
+    -- Few and large expressions on the way of an ordinary event: PL/pgSQL makes each of them anew in every transaction.
     IF (fencepost._is_plain_reservation(p_tenant, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, p_binding,
                                         p_event_time, p_coordinates)
         AND p_consumer ~ '^[!-~]+$' AND octet_length(p_consumer) <= 200
-        AND (p_headers IS NULL) = (p_payload IS NULL)) IS NOT TRUE THEN
+        AND (p_headers IS NULL) = (p_payload IS NULL)
+        AND coalesce(p_wait_ms, 1) >= 1 AND current_setting('synchronous_commit') = 'on') IS NOT TRUE THEN
         PERFORM fencepost._require_reservable(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
             p_binding, p_event_time, p_coordinates, p_headers, p_payload);
-    END IF;
-    -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
-    IF current_setting('synchronous_commit') <> 'on' THEN
-        PERFORM set_config('synchronous_commit', 'on', true);
-    END IF;
-    IF p_wait_ms IS NOT NULL THEN
         IF p_wait_ms < 1 THEN
             PERFORM fencepost._refuse('ZF003', 'wait_ms is less than 1', 'wait_ms', NULL);
         END IF;
-        -- Assigned, not performed: an expression is no query.
-        v_lock_timeout := current_setting('lock_timeout');
-        v_ignored := set_config('lock_timeout', p_wait_ms::text, true);
-        v_ignored := set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true);
+        -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
+        PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
-    v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
-    other_epoch := false;
+    -- Before the first statement that may wait: what was, what is, and the mark.
+    v_settings := CASE WHEN p_wait_ms IS NOT NULL THEN ARRAY[
+        current_setting('lock_timeout'), set_config('lock_timeout', p_wait_ms::text, true),
+        set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true)] END;
 
     INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
-    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type, v_meaning, p_event_id)
+    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type,
+        fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding), p_event_id)
     ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
     WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
-    RETURNING d.arrivals INTO arrivals;
+    RETURNING d.arrivals, d.meaning, 'reserved', false INTO arrivals, v_meaning, outcome, other_epoch;
     IF NOT FOUND THEN
+        other_epoch := false;
         IF p_payload IS NULL THEN
             outcome := 'alone';
             arrivals := 0;
         ELSE
+            v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
             UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
             WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
             outcome := 'conflict';
@@ -100,9 +99,7 @@ BEGIN
                 'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
                 p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
         END IF;
-        IF p_wait_ms IS NOT NULL THEN
-            v_ignored := set_config('lock_timeout', v_lock_timeout, true);
-        END IF;
+        v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
         RETURN;
     END IF;
 
@@ -110,6 +107,12 @@ BEGIN
     VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
     ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
     IF FOUND THEN
+        -- Nothing so young was ever forgotten: purges keep a grace period of an hour at least, behind a horizon that no clock
+        -- is ahead of.
+        IF p_event_time >= clock_timestamp() - interval '1 hour' THEN
+            v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
+            RETURN;
+        END IF;
         -- Invariant: inserted first, the horizon read by a later statement. Whatever purge hid an older reservation from the
         -- insertion has committed, and its horizon before it, so this statement sees it.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -117,7 +120,6 @@ BEGIN
             INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
         END IF;
         SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
-        outcome := 'reserved';
         IF p_event_time < v_horizon THEN
             -- A type that is kept for ever has a horizon of its own, which is no younger.
             IF p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
@@ -162,7 +164,5 @@ BEGIN
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
             p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
     END IF;
-    IF p_wait_ms IS NOT NULL THEN
-        v_ignored := set_config('lock_timeout', v_lock_timeout, true);
-    END IF;
+    v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
 END $$;

@@ -1,4 +1,4 @@
--- History stays: these tables take inserts only, from anybody.
+-- History stays: these tables take inserts only, from anybody; rows of some may leave for the archive (see archive).
 CREATE OR REPLACE FUNCTION fencepost._append_only()
 RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -22,11 +22,13 @@ DECLARE
     v_table text;
 BEGIN
     FOREACH v_table IN ARRAY ARRAY['authority_log', 'decision', 'attempt', 'staged', 'publication', 'effect_event', 'signal', 'result',
-                                   'job_event'] LOOP
+                                   'job_event', 'archive'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
-            EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
-                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
+            EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR %s TRUNCATE ON fencepost.%I '
+                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()',
+                CASE WHEN v_table NOT IN ('attempt', 'staged', 'publication', 'signal', 'result', 'job_event') THEN 'DELETE OR' END,
+                v_table);
         END IF;
     END LOOP;
     FOREACH v_table IN ARRAY ARRAY['job', 'slot'] LOOP

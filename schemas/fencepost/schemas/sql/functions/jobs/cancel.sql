@@ -52,6 +52,8 @@ BEGIN
         PERFORM fencepost._refuse('ZF020', 'the job is neither poison nor cancelled', 'state', 'only those can be queued again');
     ELSIF v_job.exec = 'cancelled' AND v_job.reason = 'transferred' THEN
         PERFORM fencepost._refuse('ZF060', 'the job was taken over by ' || v_job.detail, 'operation', 'retry it there, or let it be given back');
+    ELSIF v_job.archived_at IS NOT NULL THEN
+        PERFORM fencepost._refuse('ZF020', 'the job is archived', 'state', 'submit the work anew, as another operation');
     ELSIF v_job.open_effects > 0 THEN
         PERFORM fencepost._refuse('ZF030', 'an effect of this job is pending or unknown', 'effect', 'reconcile it first');
     END IF;

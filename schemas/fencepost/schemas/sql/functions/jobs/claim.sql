@@ -6,49 +6,42 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_class text;
     v_keys record;
-    v_key record;
     v_job fencepost.job;
     v_count integer := 0;
 BEGIN
     FOR v_class IN SELECT DISTINCT u.class FROM unnest(p_classes) AS u (class) LOOP
-        -- The agenda says where to look; a lease that was renewed is looked at again at its new end.
+        -- The agenda says where to look; a lease that was renewed is looked at again at its new end. Only a running job has a
+        -- lease, and only one of the pointer's generation counts.
         WITH seen AS MATERIALIZED (
-            SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until,
-                   coalesce(j.exec = 'running' AND j.generation = a.generation, false) AS running
+            SELECT a.ctid AS at, a.tenant, a.operation, a.generation, a.epoch, j.lease_until
             FROM fencepost.agenda AS a
             LEFT JOIN LATERAL (
-                SELECT k.exec, k.generation, k.lease_until FROM fencepost.job AS k
+                SELECT CASE WHEN k.generation = a.generation THEN k.lease_until END AS lease_until FROM fencepost.job AS k
                 WHERE k.tenant = a.tenant AND k.operation = a.operation AND k.class = a.class OFFSET 0) AS j ON true
             WHERE a.class = v_class AND a.priority = 2147483647 AND a.due <= v_now
               AND a.due >= coalesce((p_marks -> 'priorities' -> v_class ->> '2147483647')::timestamptz, '-infinity')
             ORDER BY a.due LIMIT 1000 FOR UPDATE OF a SKIP LOCKED
         ), over AS (
             DELETE FROM fencepost.agenda AS a USING seen AS s
-            WHERE a.ctid = s.at AND NOT (s.running AND s.lease_until <= v_now)
+            WHERE a.ctid = s.at AND (s.lease_until <= v_now) IS NOT TRUE
         ), renewed AS (
             INSERT INTO fencepost.agenda (class, priority, due, tenant, operation, generation, epoch)
             SELECT v_class, 2147483647, greatest(s.lease_until, clock_timestamp()), s.tenant, s.operation, s.generation, s.epoch
-            FROM seen AS s WHERE s.running AND s.lease_until > v_now
+            FROM seen AS s WHERE s.lease_until > v_now
         )
         SELECT array_agg(s.tenant) AS tenants, array_agg(s.operation) AS operations INTO v_keys
-        FROM seen AS s WHERE s.running AND s.lease_until <= v_now;
-        CONTINUE WHEN v_keys.tenants IS NULL;
-        FOR v_key IN
-            SELECT u.tenant, u.operation FROM (
+        FROM seen AS s WHERE s.lease_until <= v_now;
+        FOR v_job IN
+            SELECT j.* FROM (
                 SELECT k.tenant, k.operation FROM unnest(v_keys.tenants, v_keys.operations) AS k (tenant, operation) ORDER BY 1, 2) AS u
             CROSS JOIN LATERAL (
-                SELECT FROM fencepost.job AS j
-                WHERE j.tenant = u.tenant AND j.operation = u.operation AND j.class = v_class
-                  AND j.exec = 'running' AND j.lease_until <= v_now
+                SELECT k.* FROM fencepost.job AS k
+                WHERE k.tenant = u.tenant AND k.operation = u.operation AND k.class = v_class AND k.lease_until <= v_now
                 FOR NO KEY UPDATE SKIP LOCKED) AS j
             LIMIT p_limit - v_count
         LOOP
-            SELECT j.* INTO v_job FROM fencepost.job AS j
-            WHERE j.tenant = v_key.tenant AND j.operation = v_key.operation AND j.class = v_class;
-            IF v_job.exec = 'running' AND v_job.lease_until <= clock_timestamp() THEN
-                PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
-                v_count := v_count + 1;
-            END IF;
+            PERFORM fencepost._leave(v_job, 'lease_expired', '', interval '0');
+            v_count := v_count + 1;
         END LOOP;
     END LOOP;
     RETURN v_count;
@@ -100,7 +93,7 @@ BEGIN
     RETURN QUERY
     SELECT d.at, j.at FROM unnest(p_priorities, p_marks) AS l (priority, mark)
     CROSS JOIN LATERAL (
-        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation, a.epoch FROM fencepost.agenda AS a
+        SELECT a.ctid AS at, a.tenant, a.operation, a.priority, a.generation FROM fencepost.agenda AS a
         WHERE a.class = p_class AND a.priority = l.priority AND a.due >= l.mark AND a.due <= p_now AND a.ctid <> ALL (p_but)
           AND a.epoch = greatest(p_floor, (SELECT t.claimable FROM fencepost.tenant AS t WHERE t.tenant = a.tenant))
         ORDER BY a.due) AS d
@@ -108,7 +101,7 @@ BEGIN
         SELECT k.ctid AS at FROM fencepost.job AS k
         WHERE k.tenant = d.tenant AND k.operation = d.operation AND k.class = p_class
           AND k.exec = 'queued' AND k.generation = d.generation AND k.priority = d.priority AND k.run_at <= p_now
-          AND k.open_effects = 0 AND k.epoch = d.epoch
+          AND k.open_effects = 0
         FOR NO KEY UPDATE SKIP LOCKED) AS j
     LIMIT p_limit;
 END $$;

@@ -11,10 +11,21 @@ BEGIN
     VALUES (p_tenant, p_operation, p_class, p_attempt, p_result);
 END $$;
 
--- What the attempt that completed this job returned; nothing while it is not done, or where it returned nothing.
+-- What the attempt that completed this job returned; nothing while it is not done, or where it returned nothing, or where
+-- that has left the archive too.
 CREATE OR REPLACE FUNCTION fencepost.result(p_tenant text, p_operation text, p_class text)
 RETURNS TABLE (result bytea, attempt uuid, at timestamptz)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    RETURN QUERY
     SELECT r.result, r.attempt, r.at FROM fencepost.result AS r
-    WHERE r.tenant = p_tenant AND r.operation = p_operation AND r.class = p_class
-$$;
+    WHERE r.tenant = p_tenant AND r.operation = p_operation AND r.class = p_class;
+    IF NOT FOUND AND EXISTS (SELECT FROM fencepost.job AS j
+                             WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class
+                               AND j.archived_at IS NOT NULL) THEN
+        RETURN QUERY
+        SELECT r.result, r.attempt, r.at FROM fencepost.archive AS a
+        CROSS JOIN LATERAL jsonb_populate_record(NULL::fencepost.result, a.content) AS r
+        WHERE a.tenant = p_tenant AND a.operation = p_operation AND a.class = p_class AND a.kind = 'result';
+    END IF;
+END $$;

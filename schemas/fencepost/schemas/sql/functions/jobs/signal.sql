@@ -1,6 +1,7 @@
 -- Tells a job something, in the caller's transaction: inserts only, without gate and without a lock of the job, so it can run
 -- inside any transaction. Returns `recorded`; `known` when this key has told the same before, of which only the key is looked
 -- at first; `too_late` when the job is done, and nothing is kept. Another name or payload under the key is a conflict (ZF010).
+-- Of an archived job nothing of that is looked at any more: it is always too late.
 -- Locks: two calls with one key wait for each other.
 CREATE OR REPLACE FUNCTION fencepost.signal(
     p_tenant text, p_operation text, p_class text, p_name text, p_payload bytea, p_key text DEFAULT NULL, p_actor text DEFAULT NULL)
@@ -22,7 +23,7 @@ BEGIN
     IF p_payload IS NULL OR octet_length(p_payload) > 65536 THEN
         PERFORM fencepost._refuse('ZF003', 'payload is null or larger than 64 KiB', 'payload', 'store it elsewhere and send a reference');
     END IF;
-    SELECT j.exec INTO v_exec FROM fencepost.job AS j
+    SELECT CASE WHEN j.archived_at IS NULL THEN j.exec ELSE 'done' END INTO v_exec FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
     IF NOT FOUND THEN
         PERFORM fencepost._refuse('ZF050', 'there is no such job', 'operation', 'submit it first, in this transaction or before it');

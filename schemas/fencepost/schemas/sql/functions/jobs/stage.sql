@@ -5,9 +5,13 @@ RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, 
 BEGIN
     IF p_result IS NULL OR octet_length(p_result) > 1048576 THEN
         PERFORM fencepost._refuse('ZF003', 'result is null or larger than 1 MiB', 'result', 'store it elsewhere and stage a reference');
-    ELSIF NOT EXISTS (SELECT FROM fencepost.attempt AS a
-                      WHERE a.tenant = p_tenant AND a.attempt = p_attempt AND a.operation = p_operation AND a.class = p_class) THEN
-        PERFORM fencepost._refuse('ZF020', 'this attempt never held the job', 'attempt', 'stage with the fence of the claim');
+    END IF;
+    -- Held, so that it does not leave for the archive meanwhile.
+    PERFORM FROM fencepost.attempt AS a
+    WHERE a.tenant = p_tenant AND a.attempt = p_attempt AND a.operation = p_operation AND a.class = p_class FOR KEY SHARE;
+    IF NOT FOUND THEN
+        PERFORM fencepost._refuse('ZF020', 'this attempt never held the job, or the job is archived', 'attempt',
+            'stage with the fence of the claim');
     END IF;
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     PERFORM set_config('synchronous_commit', 'on', true);
