@@ -391,7 +391,7 @@ def test_the_command_counts_orphans_and_removes_them_when_told(
     with database18.connect(autocommit=True) as conn:
         kept, old = published(conn, store), store.put(b"old")
         aged(store, old.object)
-        assert orphaned() == {"objects": 2, "orphans": 1, "removed": 0, "temporary": 0}
+        assert orphaned() == {"objects": 2, "orphans": 1, "removed": 0, "temporary": 0, "doubtful": 0}
         assert orphaned("--remove")["removed"] == 1
         assert [name for name, _ in store.names()] == [kept.object]
         wrong = run_here(database18, "jobs", "orphans", "--folder", str(tmp_path))
