@@ -451,6 +451,29 @@ def test_a_copy_that_waited_across_a_rotation_compares_again(here: Installation,
     assert len(here.rows("SELECT FROM fencepost.reservation")) == len(here.done()) == (0 if turned else 2)
 
 
+@pytest.mark.parametrize("foreign", [False, True], ids=["own", "another installation's"])
+def test_a_copy_that_waited_with_its_content_in_hand_compares_again_if_it_is_from_here(
+    here: Installation, foreign: bool
+) -> None:
+    tenant = f"content {foreign}"
+    old = here.accepted(tenant)
+    old = replace(old, source="urn:fencepost:another") if foreign else old
+    values = {"tenant": tenant, "event_id": old.id, "source": old.source, "epoch": old.epoch, "binding": old.check()}
+
+    def arrives() -> list[tuple[Any, ...]]:
+        return here.rows(WITH_CONTENT, values)
+
+    with ThreadPoolExecutor(1) as threads, here.database.connect() as first:
+        assert reserve_in(first, "reports", old, "[1]").outcome is Reserved.RESERVED
+        copy = threads.submit(arrives)
+        with here.database.connect(autocommit=True) as conn:
+            wait_for(lambda: conn.execute(WAITED).fetchall()[0][0] == 1, DEADLINE_SECONDS, "the copy to wait")
+        here.rotate(tenant)
+        first.rollback()
+        assert copy.result(DEADLINE_SECONDS) == [("reserved" if foreign else "old_epoch",)]
+    assert [row[0] for row in here.letters()] == ([] if foreign else ["old_epoch"])
+
+
 def test_a_copy_of_what_is_being_handled_waits_and_is_no_letter(here: Installation, feed: Feed) -> None:
     old = here.accepted("copy")
     with ThreadPoolExecutor(1) as threads, here.database.connect() as first:
@@ -501,6 +524,9 @@ def test_an_old_snapshot_never_reads_an_old_epoch(here: Installation, level: Iso
         conn.rollback()
 
 
+WITH_CONTENT: LiteralString = """
+SELECT outcome FROM fencepost.reserve(%(tenant)s, 'reports', 'op-1', 'test.submitted', 1, %(event_id)s, %(source)s, %(epoch)s,
+    %(binding)s, now(), '[2]', '[]', '{}')"""
 MANY: LiteralString = """
 SELECT outcome FROM fencepost.reserve_many('reports', %(tenants)s, ARRAY['op-1'], %(types)s, ARRAY[1], ARRAY[gen_random_uuid()],
     %(source)s, %(epoch)s::bigint[], %(binding)s, ARRAY[now()], ARRAY['[9]'])"""
