@@ -123,8 +123,25 @@ def test_rows_within_the_grace_behind_the_horizon_are_kept_and_still_recognised(
     declare(domain)
     assert purge(domain).reservations == 0
     assert reports.handle(domain.dsn, from_kafka(late, 5)).outcome is Outcome.DUPLICATE
-    assert purge(domain, grace=timedelta(0)).reservations == 1
+    with pytest.raises(InvalidInput) as refused:
+        purge(domain, grace=timedelta(minutes=59))
+    assert refused.value.field == "grace", "events of the last hour are not compared with the horizon"
+    declare(domain, WINDOW - timedelta(hours=2))
+    assert purge(domain).reservations == 1
     assert reports.handle(domain.dsn, from_kafka(late, 6)).outcome is Outcome.BEFORE_HORIZON
+
+
+def test_a_young_event_is_never_taken_for_a_forgotten_one(domain: Database) -> None:
+    """However short the window is: nothing of the last hour was deleted, so what is not known was not handled."""
+    hour = 1 / 24
+    known, missed, older = (aged(days, f"op-{n}") for n, days in enumerate((0.9 * hour, 0.8 * hour, 1.1 * hour)))
+    handled(domain, known, days=30)
+    declare(domain, timedelta(minutes=1))
+    assert purge(domain).reservations == 0
+    outcomes = [
+        reports.handle(domain.dsn, from_kafka(each, 5 + n)).outcome for n, each in enumerate((known, missed, older))
+    ]
+    assert outcomes == [Outcome.DUPLICATE, Outcome.HANDLED, Outcome.BEFORE_HORIZON]
 
 
 def test_a_sender_whose_clock_is_behind_is_not_forgotten_early_nor_one_ahead_ever_taken_for_old(
@@ -168,7 +185,7 @@ def test_a_consumer_that_was_down_for_longer_than_its_window_meets_its_backlog_b
     assert given is not None and given.dead_letter == second
     assert reports.handle(domain.dsn, given).outcome is Outcome.HANDLED
     assert reports.handle(domain.dsn, from_kafka(missed, 9)).outcome is Outcome.DUPLICATE
-    assert purge(domain, grace=timedelta(0)).reservations == 0, "it was reserved just now"
+    assert purge(domain).reservations == 0, "it was reserved just now"
     assert letters(domain) == [("op-1", "before_horizon", 1)]
     assert first != second and done(domain) == 2
 
