@@ -537,6 +537,21 @@ def test_an_older_snapshot_never_reads_the_authority_before(database18: Database
 def test_a_revoked_admin_changes_no_authority_and_takes_none_away(databases18: Databases) -> None:
     with separated(databases18) as roles:
         admin, state = roles.login("authority_admin", "reader"), roles.database.state
+        other = roles.login("reconciler")
+        with roles.database.connect(autocommit=True) as conn:
+            given(conn)
+        acts: tuple[tuple[str, tuple[object, ...]], ...] = (
+            ("SELECT fencepost.pause('class', %s, 'ann', 'why')", (CLASS,)),
+            ("SELECT fencepost.resume('class', %s, 'ann', 'why')", (CLASS,)),
+            ("SELECT fencepost.signal('t', 'op-1', %s, 'approved', 'x')", (CLASS,)),
+        )
+        with other.connect(autocommit=True) as conn:
+            for act, values in acts:
+                conn.execute(act.encode(), values)  # the control
+            restrict(roles.database.dsn, state, BY, "principal", roles.name("reconciler"))
+            for act, values in acts:
+                with pytest.raises(Restricted):
+                    conn.execute(act.encode(), values)
         freeze_and_thaw(admin)  # the control
         arming.arm(admin.dsn, state)
         restrict(roles.database.dsn, state, BY, "principal", roles.name("authority_admin", "reader"))

@@ -1774,7 +1774,9 @@ END $$;
 
 -- authority/restrict.sql
 -- Puts every restriction (kind:subject) that is not there yet into force, under the gate; returns those. Work of a suspended
--- tenant or a disabled class is taken away from its attempts and not claimed; a revoked login is refused everything.
+-- tenant or a disabled class is taken away from its attempts and not claimed; a revoked login is refused
+-- every use of authority, every signal and every act of an operator; what it enqueues, submits or reserves is accepted, until
+-- PostgreSQL takes its role away.
 CREATE OR REPLACE FUNCTION fencepost._restrict(p_restrictions text[], p_reason text)
 RETURNS text[] LANGUAGE plpgsql AS $$
 DECLARE
@@ -2978,6 +2980,7 @@ DECLARE
 BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._require_login();
     SELECT d.* INTO v_letter FROM fencepost.dead_letter AS d WHERE d.id = p_id;
     IF NOT FOUND THEN
         PERFORM fencepost._refuse('ZF003', 'there is no such dead letter', 'id', 'see: fencepost deadletters list');
@@ -5194,6 +5197,7 @@ DECLARE
     v_found text;
     v_column record;
 BEGIN
+    PERFORM fencepost._require_login();
     LOCK TABLE fencepost.protected IN SHARE ROW EXCLUSIVE MODE;
     SELECT c.* INTO v_class FROM pg_class AS c WHERE c.oid = p_table;
     IF NOT FOUND THEN
@@ -5268,6 +5272,7 @@ DECLARE
     v_id bigint;
     v_fault text;
 BEGIN
+    PERFORM fencepost._require_login();
     LOCK TABLE fencepost.protected IN SHARE ROW EXCLUSIVE MODE;
     SELECT c.relowner INTO v_owner FROM pg_class AS c WHERE c.oid = p_table;
     IF NOT coalesce(pg_has_role(session_user, v_owner, 'MEMBER'), false) THEN
@@ -5437,6 +5442,7 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost._require_scope(p_scope text, p_name text, p_actor text, p_reason text)
 RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     IF p_scope IS NULL OR p_scope NOT IN ('queue', 'class') THEN
         PERFORM fencepost._refuse('ZF003', 'scope is neither queue nor class', 'scope', NULL);
     END IF;
@@ -5672,6 +5678,7 @@ DECLARE
 BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     SELECT s.* INTO v_was FROM fencepost.schedule AS s WHERE s.schedule = p_schedule FOR UPDATE;
     IF NOT FOUND THEN
@@ -5712,6 +5719,7 @@ BEGIN
     IF p_payload IS NULL OR octet_length(p_payload) > 65536 THEN
         PERFORM fencepost._refuse('ZF003', 'payload is null or larger than 64 KiB', 'payload', 'store it elsewhere and send a reference');
     END IF;
+    PERFORM fencepost._require_login();
     SELECT CASE WHEN j.archived_at IS NULL THEN j.exec ELSE 'done' END INTO v_exec FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
     IF NOT FOUND THEN

@@ -1,5 +1,7 @@
 -- Puts every restriction (kind:subject) that is not there yet into force, under the gate; returns those. Work of a suspended
--- tenant or a disabled class is taken away from its attempts and not claimed; a revoked login is refused everything.
+-- tenant or a disabled class is taken away from its attempts and not claimed; a revoked login is refused
+-- every use of authority, every signal and every act of an operator; what it enqueues, submits or reserves is accepted, until
+-- PostgreSQL takes its role away.
 CREATE OR REPLACE FUNCTION fencepost._restrict(p_restrictions text[], p_reason text)
 RETURNS text[] LANGUAGE plpgsql AS $$
 DECLARE

@@ -21,6 +21,7 @@ DECLARE
 BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._require_login();
     SELECT d.* INTO v_letter FROM fencepost.dead_letter AS d WHERE d.id = p_id;
     IF NOT FOUND THEN
         PERFORM fencepost._refuse('ZF003', 'there is no such dead letter', 'id', 'see: fencepost deadletters list');

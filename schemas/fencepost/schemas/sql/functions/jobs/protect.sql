@@ -122,6 +122,7 @@ DECLARE
     v_found text;
     v_column record;
 BEGIN
+    PERFORM fencepost._require_login();
     LOCK TABLE fencepost.protected IN SHARE ROW EXCLUSIVE MODE;
     SELECT c.* INTO v_class FROM pg_class AS c WHERE c.oid = p_table;
     IF NOT FOUND THEN
@@ -196,6 +197,7 @@ DECLARE
     v_id bigint;
     v_fault text;
 BEGIN
+    PERFORM fencepost._require_login();
     LOCK TABLE fencepost.protected IN SHARE ROW EXCLUSIVE MODE;
     SELECT c.relowner INTO v_owner FROM pg_class AS c WHERE c.oid = p_table;
     IF NOT coalesce(pg_has_role(session_user, v_owner, 'MEMBER'), false) THEN

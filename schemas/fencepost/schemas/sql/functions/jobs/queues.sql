@@ -41,6 +41,7 @@ END $$;
 CREATE OR REPLACE FUNCTION fencepost._require_scope(p_scope text, p_name text, p_actor text, p_reason text)
 RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
+    PERFORM fencepost._require_login();
     IF p_scope IS NULL OR p_scope NOT IN ('queue', 'class') THEN
         PERFORM fencepost._refuse('ZF003', 'scope is neither queue nor class', 'scope', NULL);
     END IF;

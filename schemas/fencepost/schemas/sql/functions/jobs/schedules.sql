@@ -101,6 +101,7 @@ DECLARE
 BEGIN
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._require_login();
     PERFORM set_config('synchronous_commit', 'on', true);
     SELECT s.* INTO v_was FROM fencepost.schedule AS s WHERE s.schedule = p_schedule FOR UPDATE;
     IF NOT FOUND THEN

@@ -23,6 +23,7 @@ BEGIN
     IF p_payload IS NULL OR octet_length(p_payload) > 65536 THEN
         PERFORM fencepost._refuse('ZF003', 'payload is null or larger than 64 KiB', 'payload', 'store it elsewhere and send a reference');
     END IF;
+    PERFORM fencepost._require_login();
     SELECT CASE WHEN j.archived_at IS NULL THEN j.exec ELSE 'done' END INTO v_exec FROM fencepost.job AS j
     WHERE j.tenant = p_tenant AND j.operation = p_operation AND j.class = p_class;
     IF NOT FOUND THEN
