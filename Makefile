@@ -6,11 +6,12 @@ STAMP   := $(VENV)/.installed
 BROKER  ?= embedded
 BENCH   ?=
 MUTATE  ?=
+CONTRACT ?=
 DRILL   ?=
 WORKERS ?= auto
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-rotation bench-replay soak-consumer chaos soak restore-drill stack-up stack-down services
+.PHONY: help demo test check contract model mutate-guards bench fuzz-order bench-doorbell bench-relay bench-consumer bench-jobs bench-rotation bench-replay soak-consumer chaos soak restore-drill stack-up stack-down services
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -20,7 +21,7 @@ demo: $(STAMP) ## the main job before your eyes (BROKER=embedded|kafka|rabbitmq)
 	@case "$(BROKER)" in embedded) ;; *) compose/install ;; esac
 	$(PY) examples/reports/demo.py --broker $(BROKER)
 
-test: $(STAMP) services ## every test on real PostgreSQL 18 and 15, PgBouncer, RabbitMQ and Kafka (WORKERS=0: in one process)
+test: $(STAMP) services ## every test on real PostgreSQL 18 and 15, PgBouncer, RabbitMQ, Kafka and S3Proxy (WORKERS=0: in one process)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(STAMP) ## linters, both type checkers, import contracts, layout
@@ -30,6 +31,9 @@ check: $(STAMP) ## linters, both type checkers, import contracts, layout
 	pyright
 	lint-imports
 	$(PY) -m pytest tests/test_layout.py -q
+
+contract: $(STAMP) services ## record what callers see of the SQL; refuses what would break them (CONTRACT=--unreleased)
+	PYTHONPATH=tests:compose $(PY) -m support.sql_contract $(CONTRACT)
 
 mutate-guards: $(STAMP) services ## each guard of the SQL removed in turn: which test notices (MUTATE="--only fence")
 	PYTHONPATH=tests $(PY) -m mutation $(MUTATE)

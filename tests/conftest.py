@@ -10,6 +10,7 @@ import pytest
 from stack import obtain
 from stack.obtain import Obtained
 from stack.postgres import MAJORS, PostgresServer
+from stack.s3 import S3Server
 from support.database import Database, Databases
 from support.services import Kafka, Pooler, Rabbit, Services, Used, missing, summary
 
@@ -163,6 +164,12 @@ def rabbitmq(services: Services) -> Rabbit:
 def kafka(services: Services) -> Kafka:
     """Kafka, shared by the session: real where it can be had, else the stand-in (never in CI)."""
     return services.kafka()
+
+
+@pytest.fixture(scope="session")
+def s3(services: Services) -> Obtained[S3Server]:
+    """A server of the S3 protocol, shared by the session; make a bucket of your own."""
+    return services.s3()
 
 
 @pytest.fixture(scope="session")

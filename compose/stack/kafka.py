@@ -1,26 +1,21 @@
 """Apache Kafka as one KRaft node (broker and controller) from its published jars, started with plain `java`."""
 
 import base64
-import hashlib
 import secrets
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from . import places
+from . import jars, places
 from .certificate import Certificate
-from .preparing import prepared
 from .process import Process, Unavailable, run
 
-POM = places.COMPOSE / "kafka" / "pom.xml"
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
-FETCH_SECONDS = 300.0
 LOGGING = """\
 <Configuration status="error">
   <Appenders><Console name="out"><PatternLayout pattern="%d %p %c{1}: %m%n"/></Console></Appenders>
@@ -40,8 +35,8 @@ class KafkaServer:
         java = shutil.which("java")
         if java is None:
             raise Unavailable("Apache Kafka: no java found; as root on Debian run compose/install")
-        jars = fetch_jars()
-        self.version = next(jars.glob("kafka_2.13-*.jar")).stem.removeprefix("kafka_2.13-")
+        fetched = jars.fetched("kafka", "Apache Kafka")
+        self.version = next(fetched.glob("kafka_2.13-*.jar")).stem.removeprefix("kafka_2.13-")
         self.port = places.free_port()
         self.tls_port, self.sasl_port = (0, 0) if certificate is None else (places.free_port(), places.free_port())
         self._folder = places.service_folder("kafka")
@@ -51,7 +46,7 @@ class KafkaServer:
         self._properties.write_text(self._settings(places.free_port()))
         logging = self._folder / "log4j2.xml"
         logging.write_text(LOGGING)
-        self._java = [java, f"-Dlog4j2.configurationFile={logging}", "-cp", f"{jars}/*"]
+        self._java = [java, f"-Dlog4j2.configurationFile={logging}", "-cp", f"{fetched}/*"]
         self._process = Process(
             "Apache Kafka",
             [java, "-Xms256m", "-Xmx512m", "-XX:+UseSerialGC", *self._java[1:], "kafka.Kafka", str(self._properties)],
@@ -184,19 +179,3 @@ def answers(bootstrap: str) -> bool:
         return bool(client.list_topics(timeout=2).brokers)
     except KafkaException:
         return False
-
-
-def fetch_jars() -> Path:
-    """The folder with the jars that `compose/kafka/pom.xml` names, fetched by Maven once into the cache folder."""
-    wanted = hashlib.sha256(POM.read_bytes()).hexdigest()[:12]
-    return prepared(places.cache_folder() / f"kafka-{wanted}", _fetch, FETCH_SECONDS)
-
-
-def _fetch(scratch: Path) -> Path:
-    maven = shutil.which("mvn")
-    if maven is None:
-        raise Unavailable("Apache Kafka: no mvn found to fetch its jars; as root on Debian run compose/install")
-    fetched = scratch / "jars"
-    goal = ["dependency:copy-dependencies", f"-DoutputDirectory={fetched}", "-DincludeScope=runtime"]
-    run([maven, "-q", "-B", "-f", str(POM), *goal], within=FETCH_SECONDS)
-    return fetched

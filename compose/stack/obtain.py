@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from psycopg.conninfo import make_conninfo
 
-from . import background, containers, kafka, mockkafka, pgbouncer, postgres, rabbitmq
+from . import background, containers, kafka, mockkafka, pgbouncer, places, postgres, rabbitmq, s3
 from .process import Unavailable
 
 Node = TypeVar("Node")
@@ -21,6 +21,7 @@ POSTGRES = "FENCEPOST_TEST_POSTGRES"
 RABBITMQ = "FENCEPOST_TEST_RABBITMQ"
 KAFKA = "FENCEPOST_TEST_KAFKA"
 PGBOUNCER = "FENCEPOST_TEST_PGBOUNCER"
+S3 = "FENCEPOST_TEST_S3"
 
 
 class Origin(enum.Enum):
@@ -139,6 +140,18 @@ def obtain_mock() -> Obtained[mockkafka.MockKafka]:
     cluster = mockkafka.MockKafka()
     cluster.start()
     return Obtained("Kafka", cluster.version, Origin.MOCK, cluster.bootstrap, cluster, cluster.close)
+
+
+def obtain_s3() -> Obtained[s3.S3Server]:
+    """A server of the S3 protocol whose account may make buckets; raises Unavailable. Not part of `stack up` or Docker."""
+    address = os.environ.get(S3, "")
+    if address:
+        if not places.listens(urlsplit(address).port or 80):
+            raise _silent(S3, Origin.ADDRESS)
+        return Obtained("S3", "", Origin.ADDRESS, address, None, _nothing)
+    server = s3.S3Server()
+    server.start()
+    return Obtained("S3Proxy", server.version, Origin.NATIVE, server.url, server, server.close)
 
 
 def _given(variable: str, name: str) -> list[tuple[Origin, str]]:

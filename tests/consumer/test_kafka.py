@@ -23,6 +23,8 @@ from fencepost.consumer import acts
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.kafka import KafkaRunner
 from fencepost.consumer.runner import RunnerOptions
+from fencepost.jobs.authority import By, rotate
+from fencepost.relay.destination import source
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import ConfigError, InvalidInput, Unreachable
 from support.brokers import produce
@@ -152,6 +154,33 @@ def test_a_dead_letter_that_was_given_back_is_handled_in_idle_time_while_others_
         wait_for(lambda: "later-0" in operations(domain18), DEADLINE_SECONDS, "what came later")
     assert dead(domain18) == []
     assert committed(kafka, group, topic) == 4
+
+
+def test_events_of_an_old_epoch_are_set_aside_while_others_flow_and_handled_after_their_release(
+    kafka: Kafka, domain18: Database, runner_of: Callable[..., KafkaRunner]
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+
+    @inbox(consumer="reports")
+    def handler(tx: Tx, event: Submitted) -> None:
+        insert(tx, event)
+
+    with domain18.connect() as conn:
+        here = source(conn)
+    old = [replace(each, source=here) for each in events(3, "old")]
+    rotate(domain18.dsn, domain18.state, By("ann", "a test"), tenant="acme")
+    produce(kafka, topic, [*old[:2], *events(2), old[2]])
+    with running(runner_of(handler, topic, group, options=replace(FAST, idle_seconds=0.05, batch=3))):
+        wait_for(lambda: len(operations(domain18)) == 2 and len(dead(domain18)) == 3, DEADLINE_SECONDS, "all of them")
+        assert sorted(dead(domain18)) == [("old_epoch", f"old-{n}", 1) for n in range(3)]
+        with domain18.connect() as conn:
+            for (number,) in conn.execute("SELECT id FROM fencepost.dead_letter WHERE operation <> 'old-1'").fetchall():
+                acts.release(conn, number, actor="ann", reason="looked into it")
+        wait_for(lambda: len(operations(domain18)) == 4, DEADLINE_SECONDS, "those that were released")
+        produce(kafka, topic, old)
+        wait_for(lambda: committed(kafka, group, topic) == 8, DEADLINE_SECONDS, "the copies")
+    assert sorted(operations(domain18)) == ["old-0", "old-2", "op-0", "op-1"]
+    assert sorted(dead(domain18)) == [("old_epoch", "old-1", 1)] * 2, "one for each delivery"
 
 
 def test_the_topics_retention_is_noted_and_a_shorter_window_refused(

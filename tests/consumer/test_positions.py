@@ -353,3 +353,20 @@ def test_positions_only_grow_and_are_refused_where_the_database_was_recovered_si
         with pytest.raises(NotArmed):
             conn.execute(NOTE, (0, ["t"], ["x"], [0], [9]))
         assert conn.execute(PLACES).fetchall() == found
+
+
+def test_a_single_connection_serves_handlers_and_positions_one_after_the_other(
+    kafka: Kafka, made: Restores, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic, group = kafka.topic(), unique("group")
+    produce(kafka, topic, events(*(f"{key}-{n}" for n in range(40) for key in "abcd")))
+    with made.live.connect(autocommit=True) as conn:
+        config = dict(CONFIG)
+        with running(
+            KafkaRunner(
+                insert, conn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
+            )
+        ):
+            wait_for(lambda: committed(kafka, group, topic) == [160], SECONDS, "the end")
+    assert len(operations(made.live)) == 160 and stored(made.live) == {0: 160}
+    assert "not stored" not in caplog.text and "not handled" not in caplog.text

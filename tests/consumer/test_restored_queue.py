@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from psycopg import Connection
 
+from fencepost.consumer import acts
 from fencepost.consumer import rabbitmq as module
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.rabbitmq import RabbitRunner
@@ -19,7 +20,7 @@ from fencepost.relay import outbox
 from fencepost.relay.backfill import Chosen, resolve, send
 from fencepost.relay.destination import Destination
 from fencepost.relay.publisher import Route
-from fencepost.schemas import arming
+from fencepost.schemas import arming, migrate
 from support.brokers import delete, left
 from support.database import Database, Databases
 from support.deliveries import Submitted
@@ -32,7 +33,7 @@ from support.services import Rabbit
 
 Tx = Connection[Any]
 SECONDS = 30.0
-FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, drain_seconds=10)
+FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, drain_seconds=10, idle_seconds=0.05)
 DOMAIN = "CREATE TABLE done (tenant text, operation text, n int GENERATED ALWAYS AS IDENTITY)"
 
 
@@ -92,6 +93,12 @@ def operations(database: Database) -> list[str]:
         return [row[0] for row in conn.execute("SELECT operation FROM done ORDER BY n").fetchall()]
 
 
+def letters(database: Database) -> list[int]:
+    with database.connect() as conn:
+        found = conn.execute("SELECT id FROM fencepost.dead_letter WHERE reason = 'old_epoch' ORDER BY operation")
+        return [row[0] for row in found]
+
+
 def accepted(database: Database, *operations: str) -> None:
     with database.connect() as conn:
         for operation in operations:
@@ -127,8 +134,10 @@ def test_a_database_restored_while_rabbitmq_is_ahead_is_sent_again_what_it_lost_
     rabbitmq: Rabbit, made: Restores, queue: str, databases18: Databases, foreign: bool
 ) -> None:
     live = made.live
-    producer = databases18.migrated() if foreign else live
+    producer = databases18.empty() if foreign else live
     try:
+        if foreign:
+            migrate.apply(producer.dsn, state=producer.state)  # A clone would be the same installation.
         with running(rabbitmq, live, queue) as first:
             wait_for(lambda: first.standing.consuming, SECONDS, "the queue")
         accepted(producer, "op-0", "op-1")
@@ -150,6 +159,14 @@ def test_a_database_restored_while_rabbitmq_is_ahead_is_sent_again_what_it_lost_
         handled(rabbitmq, old, queue, "op-0", "op-1", "op-4")  # the control: without a backfill they stay lost
 
         assert backfilled(rabbitmq, source, queue, Chosen(told.backfill_from)) == 5
+        if not foreign:
+            # Accepted by the restored installation itself under the epoch that its recovery has ended.
+            with running(rabbitmq, old, queue):
+                wait_for(lambda: len(letters(old)) == 2, SECONDS, "what it lost, set aside")
+            assert operations(old) == ["op-0", "op-1", "op-4"]
+            with old.connect() as conn:
+                for number in letters(old):
+                    acts.release(conn, number, actor="ann", reason="not handled in what was restored")
         handled(rabbitmq, old, queue, "op-0", "op-1", "op-4", "op-2", "op-3")
     finally:
         if foreign:

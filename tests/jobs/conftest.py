@@ -35,6 +35,8 @@ TABLES = (
     "decision",
     "tenant",
     "restriction",
+    "principal_grant",
+    "principal",
     "lost_begin",
     "duty",
     "schedule",

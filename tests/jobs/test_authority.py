@@ -16,6 +16,7 @@ from fencepost.jobs.publish import publish
 from fencepost.jobs.reconcile import reconcile
 from fencepost.jobs.recovery import holds, recover
 from fencepost.jobs.renew import renew
+from fencepost.jobs.worker import Worker
 from fencepost.schemas import arming
 from fencepost.schemas.errors import (
     ConfigError,
@@ -51,6 +52,7 @@ from support.jobs import (
 from support.processes import wait_for
 from support.restores import restores
 from support.roles import separated
+from support.workers import publishing, running
 
 BY = By("ann", "why", "ticket 7")
 
@@ -413,6 +415,55 @@ def test_pointers_to_held_work_are_forgotten_and_made_again_by_its_release(datab
         wait_for(forgotten, 20, "the pointer to be forgotten")
         release(conn, BY, tenant="t")
         assert [j.operation for j in claim(conn, "b", [CLASS], 10)] == ["op-1"]
+
+
+def test_a_pointer_of_before_a_release_is_forgotten_and_the_one_it_made_is_not(database18: Database) -> None:
+    query = "SELECT array_agg(epoch ORDER BY epoch) FROM fencepost.agenda"
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        rotated(database18, tenant="t")
+        release(conn, BY, tenant="t")
+        assert conn.execute(query).fetchone() == ([1, 2],)
+        hint: list[str | None] = [None]
+
+        def forgotten() -> bool:
+            hint[0] = marks(conn, [CLASS], hint[0])
+            return conn.execute(query).fetchone() == ([2],)
+
+        wait_for(forgotten, 20, "the older pointer to be forgotten")
+        assert [j.fence.epoch for j in claim(conn, "b", [CLASS], 10)] == [2]
+
+
+def test_an_idle_worker_forgets_the_pointers_to_a_long_backlog_that_is_held(database18: Database) -> None:
+    count = 250
+    query = "SELECT count(*) FROM fencepost.agenda"
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        for number in range(2, count + 1):
+            given(conn, f"op-{number}")
+        rotated(database18, tenant="t")
+        assert conn.execute(query).fetchone() == (count,)
+        hint = marks(conn, [CLASS])
+        seen = {count}
+
+        def forgotten() -> bool:
+            nonlocal hint
+            hint = marks(conn, [CLASS], hint)
+            row = conn.execute(query).fetchone()
+            assert row is not None
+            seen.add(row[0])
+            return bool(row[0] == 0)
+
+        wait_for(forgotten, 20, "the pointers to be forgotten")
+        # One look saw that all of the first were stale, and took the rest with them.
+        assert seen == {count, 0}
+
+        release(conn, BY, tenant="t")
+        rotated(database18, tenant="t")
+        assert conn.execute(query).fetchone() == (count,)
+        with running(publishing(Worker()), database18):
+            wait_for(lambda: conn.execute(query).fetchone() == (0,), 20, "an idle worker to forget them")
+        assert {h.what: h.count for h in holds(conn) if h.tenant == "t"}["can resume"] == count
 
 
 def test_a_sealed_database_stays_disarmed_where_it_is_until_somebody_breaks_the_seal(database18: Database) -> None:

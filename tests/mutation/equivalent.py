@@ -7,6 +7,9 @@ EQUIVALENT: dict[str, str] = {
     "_publication_guard: no FOR NO KEY UPDATE": (
         "fence() locks the job's row in the same (sub)transaction that inserts the row which fires this; they end together"
     ),
+    "_leave: e.state = 'pending' -> true": "_forget compares it again; saves a call for each effect that is settled",
+    "_take: a.due <= p_now -> true": "no pointer is due before its job's run_at, which is compared as well; saves looking at those jobs",
+    "_take: k.exec = 'queued' -> true": "whatever takes a job out of the queue advances its generation, which is compared as well",
     "begin_effect: IF FOUND -> true": "without an effect every column of v_effect is null, and no branch is taken by null",
     "begin_effect: e.state IN ('failed_before_dispatch', 'resolved_not_applied') -> true": (
         "a row that appeared since it was looked at is another class's (this job's row is locked), which the next predicate refuses"

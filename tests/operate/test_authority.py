@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from fencepost.jobs.claim import claim
-from fencepost.schemas import arming
 from fencepost.schemas.witness import FileWitness
-from support.command_line import Fencepost, running
+from support.command_line import Fencepost
 from support.database import Database, Databases
 from support.jobs import CLASS, begun, claimed, effect, given, show
-from support.processes import wait_for
 from support.restores import Restores, restores
 from support.roles import Roles, separated
 
@@ -138,16 +135,6 @@ def test_a_dump_of_this_moment_in_another_database_is_not_taken_for_a_restart(
     for asked in (fencepost(copy, "authority", "status"), fencepost(copy, "doctor")):
         assert "another database than the witness saw" in asked.out and "after a plain restart" not in asked.out
     assert asked.code == 1
-
-
-def test_a_guard_arms_again_after_a_restart_and_beats_until_it_is_told_to_end(
-    database18: Database, tmp_path: Path
-) -> None:
-    with running(database18, "authority", "guard", folder=tmp_path), database18.connect(autocommit=True) as conn:
-        seq = arming.read_tip(conn).seq
-        wait_for(lambda: arming.read_tip(conn).seq > seq, 20, "a beat")
-        conn.execute("DELETE FROM fencepost.ticket")
-        wait_for(lambda: arming.read_tip(conn).armed, 20, "the guard to arm it again")
 
 
 def test_a_lost_witness_is_replaced_by_a_floor_on_evidence(made: Restores, fencepost: Fencepost) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from psycopg import Connection
 
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.runner import Handling, RunnerOptions, Tries
+from fencepost.relay.destination import source
 from fencepost.schemas.event import Event
 from support.command_line import Fencepost, Result
 from support.database import Database
@@ -156,6 +158,43 @@ def test_what_is_older_than_the_horizon_needs_the_operators_word(letters: Databa
     assert "nothing here can tell whether it was handled [unhandled]" in json.loads(done.out)[0]["result"]
     assert rows(fencepost(letters, "deadletters", "retry", "--unhandled", *which))[0]["result"] == "due"
     assert decisions(letters) == [("retry_dead_letter", "ann", "looked into it", "failed", "due, declared unhandled")]
+
+
+def test_what_is_of_an_old_epoch_is_released_and_not_retried(letters: Database, fencepost: Fencepost) -> None:
+    with letters.connect() as conn:
+        here = source(conn)
+    old = replace(envelope(Filed(tenant="acme", operation="early")), source=here)
+    done = fencepost(letters, "authority", "rotate", "--all", "--reason", "a test", "--actor", "ann")
+    assert done.code == 0, done.err
+    working.handle(letters.dsn, from_kafka(old, 9))
+    early = number_of(letters, "early")
+    (listed,) = rows(fencepost(letters, "deadletters", "list", "--reason", "old_epoch", "--json"))
+    assert (listed["id"], listed["field"], listed["released_epoch"]) == (int(early), "epoch", None)
+    assert "accepted here under epoch 1, and the tenant stands at epoch 2" in listed["detail"]
+    assert "`fencepost deadletters list`, and `release` for what is of an old epoch" in (
+        fencepost(letters, "doctor").out
+    )
+
+    refused = fencepost(letters, "deadletters", "retry", "--id", early, "--json", *WHY)
+    assert refused.code == 1 and "fencepost deadletters release" in json.loads(refused.out)[0]["result"]
+    nobody = fencepost(letters, "deadletters", "release", *WHY)
+    assert nobody.code == 2 and "--all" in nobody.err
+    failed = fencepost(letters, "deadletters", "release", "--id", number_of(letters, "failed"), "--json", *WHY)
+    assert failed.code == 1 and "not set aside for its epoch [epoch]" in json.loads(failed.out)[0]["result"]
+    assert fencepost(letters, "deadletters", "release", "--all", "--dry-run", *WHY).code == 0
+    assert decisions(letters) == []
+
+    done = fencepost(letters, "deadletters", "release", "--tenant", "acme", "--json", *WHY)
+    assert [(r["operation"], r["result"]) for r in rows(done)] == [("early", "released")], "the others are not old"
+    assert json.loads(fencepost(letters, "deadletters", "show", early, "--json").out)["released_epoch"] == 2
+    handling = Handling(working, letters.dsn, ONCE)
+    assert handling.retry() and not handling.retry()
+    handling.close()
+    shown = json.loads(fencepost(letters, "deadletters", "show", early, "--json").out)
+    assert shown["state"] == "handled or discarded"
+    assert [(d["kind"], d["verdict"], d["evidence_kind"]) for d in shown["decisions"]] == [
+        ("release_dead_letter", "released under epoch 2", "old_epoch")
+    ]
 
 
 @pytest.mark.parametrize("command", ["retry", "discard"])

@@ -41,7 +41,7 @@ KEPT = {
     *("consumer", "consumer_forever", "consumer_topic", "protected", "manifest", "paused", "lifecycle"),
     *("consumer_position", "consumer_recovery"),
     *("signal", "progress", "result"),
-    *("restriction", "lost_begin"),
+    *("restriction", "lost_begin", "principal", "principal_grant"),
     *("archive", "job_retention", "archive_retention"),
     # Follows the jobs: one that ages is pointed to anew.
     "agenda",

@@ -168,7 +168,7 @@ def test_no_role_of_the_matrix_can_log_in(separated: Database) -> None:
 DURABLE = (
     *("arm", "beat", "tick", "ack", "retried", "reserve", "dead_letter", "fence", "complete", "stage"),
     *("begin_effect", "record_effect", "reconcile", "cancel", "requeue", "settle_dead_letter", "advance_horizon"),
-    *("reserve_many", "condemn_object", "remove_schedule"),
+    *("reserve_many", "condemn_object", "remove_schedule", "release_dead_letter"),
 )
 
 
@@ -218,16 +218,20 @@ def test_a_payload_of_a_dead_letter_is_read_by_an_audited_act_only_and_consumers
         "SELECT fencepost.discard_dead_letter(1, 'ann', 'why')",
         "SELECT fencepost.read_dead_letter(1, 'ann', 'why')",
     )
+    release = "SELECT fencepost.release_dead_letter(1, 'ann', 'why')"
     with separated.connect(autocommit=True) as conn:
         for act in acts:
             with pytest.raises(InvalidInput):  # allowed, and there is no such letter
                 _as(conn, "reconciler", act)
-        for role in ("reconciler", "reader"):
+        with pytest.raises(InvalidInput):
+            _as(conn, "authority_admin", release)
+        for role in ("reconciler", "authority_admin", "reader"):
             _as(conn, role, "SELECT * FROM fencepost.dead_letters")
         _as(conn, "consumer", "SELECT * FROM fencepost.take_dead_letter('c', interval '1 s', 1)")
         _as(conn, "maintenance", "SELECT fencepost.advance_horizon('c')")
         _as(conn, "authority_admin", "SELECT fencepost.set_inbox_retention('c', NULL, 'ann', 'why')")
         forbidden = [(role, act) for role in ("consumer", "reader", "maintenance", "projector") for act in acts]
+        forbidden += [(role, release) for role in ("reconciler", "consumer", "reader", "executor")]
         forbidden += [(role, "SELECT FROM fencepost.dead_letter") for role in grants.ROLES if role != "migrator"]
         forbidden += [
             ("consumer", "SELECT fencepost.advance_horizon('c')"),

@@ -23,11 +23,13 @@ from stack.obtain import (
     obtain_pgbouncer,
     obtain_postgres,
     obtain_rabbitmq,
+    obtain_s3,
 )
 from stack.pgbouncer import PgBouncer
 from stack.postgres import PostgresServer
 from stack.process import Unavailable
 from stack.rabbitmq import RabbitServer
+from stack.s3 import S3Server
 
 Node = TypeVar("Node")
 TOPIC_SECONDS = 15.0
@@ -154,6 +156,10 @@ class Services:
             missing(self._refused["kafka"])
         stand_in: Obtained[MockKafka] = self._once("mockkafka", obtain_mock)
         return Kafka(stand_in.address, stand_in.version, False, None)
+
+    def s3(self) -> Obtained[S3Server]:
+        """A server of the S3 protocol; its address carries account and secret."""
+        return self._once("s3", obtain_s3)
 
     def used(self) -> Used:
         """What was used up to now."""

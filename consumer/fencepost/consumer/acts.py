@@ -10,9 +10,10 @@ from typing import Any, LiteralString
 
 from psycopg import Connection
 
-__all__ = ["discard", "keep_type", "read", "retry", "set_retention"]
+__all__ = ["discard", "keep_type", "read", "release", "retry", "set_retention"]
 
 RETRY: LiteralString = "SELECT fencepost.retry_dead_letter(%(id)s, %(unhandled)s, %(actor)s, %(reason)s)"
+RELEASE: LiteralString = "SELECT fencepost.release_dead_letter(%(id)s, %(actor)s, %(reason)s)"
 DISCARD: LiteralString = "SELECT fencepost.discard_dead_letter(%(id)s, %(actor)s, %(reason)s)"
 READ: LiteralString = "SELECT r.headers, r.payload FROM fencepost.read_dead_letter(%(id)s, %(actor)s, %(reason)s) AS r"
 SET: LiteralString = """
@@ -25,9 +26,19 @@ def retry(conn: Connection[Any], dead_letter: int, *, actor: str, reason: str, u
 
     ``unhandled`` says that an event older than the purge horizon was not handled before it; needed there, refused
     elsewhere. Raises `InvalidInput` when there is no such letter (`id`), when that word is missing or wrong
-    (`unhandled`), or when no runner could take it (`coordinates`); `NotArmed`.
+    (`unhandled`), when no runner could take it (`coordinates`), or when it needs a release (`epoch`); `NotArmed`.
     """
     conn.execute(RETRY, {"id": dead_letter, "unhandled": unhandled, "actor": actor, "reason": reason})
+
+
+def release(conn: Connection[Any], dead_letter: int, *, actor: str, reason: str) -> None:
+    """Lets an event of an old epoch be handled under the present one; its consumer handles it in its idle time, once.
+
+    For the role authority admin only. It holds until the tenant's epoch changes again. What was reserved by `reserve_in`
+    is let in when it is delivered again, and its letter stays until it is discarded. Raises `InvalidInput` when there is
+    no such letter (`id`), or when it was set aside for something else (`epoch`); `NotArmed`.
+    """
+    conn.execute(RELEASE, {"id": dead_letter, "actor": actor, "reason": reason})
 
 
 def discard(conn: Connection[Any], dead_letter: int, *, actor: str, reason: str) -> None:

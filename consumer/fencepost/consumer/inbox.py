@@ -146,7 +146,7 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
 
         The answers stand in the order of the deliveries, which is the order in which handlers run. One that raises
         takes back its own changes, reservation and delivery, and leaves later events of its ordering key unhandled.
-        What is rare (unreadable, a second copy, a conflict, before the horizon) is handled alone, after the batch.
+        What is rare (unreadable, a second copy, a conflict, before the horizon, of an old epoch) is handled alone, after the batch.
         ``database``, and what is repeated as a whole, as of `handle`. Raises, with nothing of the batch committed, Busy
         when another transaction holds one of the operations, CommitWasRollback when a handler ended the transaction,
         InvalidInput for more than 1000 deliveries: handle them one by one then.
@@ -209,6 +209,8 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
                     outcome = Outcome.CONFLICT
                 case Reserved.BEFORE_HORIZON:
                     outcome = Outcome.BEFORE_HORIZON
+                case Reserved.OLD_EPOCH:
+                    outcome = Outcome.OLD_EPOCH
                 case _:
                     assert_never(reservation.outcome)
         return self._handled(outcome, arrived, delivery, reservation)
@@ -300,6 +302,8 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
                     outcome = Outcome.CONFLICT
                 case Reserved.BEFORE_HORIZON:
                     outcome = Outcome.BEFORE_HORIZON
+                case Reserved.OLD_EPOCH:
+                    outcome = Outcome.OLD_EPOCH
                 case _:
                     assert_never(reservation.outcome)
         return self._handled(outcome, arrived, delivery, reservation)

@@ -13,6 +13,7 @@ Crash here (K1): after the database commit, before the offset commit. The next o
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -109,10 +110,13 @@ class KafkaRunner:
             with stop_on_signals() as signalled:
                 return self.run(signalled)
         require_contract(self._database)
-        while (doubt := self._session(stop)) is not None:
+        patience = self._options.start_seconds
+        while (doubt := self._session(stop, patience)) is not None and not stop.is_set():
             log.warning("%s: begins anew: %s", self._inbox.consumer, doubt)
+            self._pause(stop, time.monotonic() + self._options.backoff(1))
+            patience = math.inf  # As within a session: a broker may be away for as long as it is.
 
-    def _session(self, stop: threading.Event) -> str | None:
+    def _session(self, stop: threading.Event, patience: float) -> str | None:
         """One membership, until stopped; or why what it believes of its partitions may not be so any more."""
         self._draining, self._fatal, self._refusal = False, None, None
         self._lanes = lanes = Lanes(self._options)
@@ -127,7 +131,7 @@ class KafkaRunner:
         self._start, self._retry, self._retrying = running.start, running.retry, None
         upkeep = Upkeep(self._inbox.consumer, self._database, topics=lambda: retentions(self._config, self._topics))
         try:
-            self._connect(consumer, stop)
+            self._connect(consumer, stop, patience)
             point = when_armed(self._inbox.consumer, running.fetch, self._options, stop, self.standing.moved)
             if point is None:
                 return None
@@ -330,8 +334,8 @@ class KafkaRunner:
         except KafkaException as error:
             raise unusable(cast(KafkaError, error.args[0]), self._config) from None
 
-    def _connect(self, consumer: Consumer, stop: threading.Event) -> None:
-        deadline = time.monotonic() + self._options.start_seconds
+    def _connect(self, consumer: Consumer, stop: threading.Event, patience: float) -> None:
+        deadline = time.monotonic() + patience
         tries = 0
         while True:
             self.standing.moved()
@@ -345,6 +349,8 @@ class KafkaRunner:
                 consumer.poll(0)  # Tells what went wrong on the way.
                 tries += 1
                 pause = self._options.backoff(tries)
+                if stop.is_set() and deadline == math.inf:
+                    return
                 if stop.is_set() or time.monotonic() + pause > deadline:
                     if (told := self._refusal) is not None:
                         raise Unreachable(

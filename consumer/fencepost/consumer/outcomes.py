@@ -21,6 +21,8 @@ class Outcome(StrEnum):
     conflict: the operation, or the delivery, was seen before with another meaning; kept as a dead letter, nothing ran.
     before_horizon: nothing is known of it, and it is older than what this consumer remembers; kept as a dead letter,
     nothing ran.
+    old_epoch: nothing is known of it, and this installation accepted it under an authority epoch that is over; kept as a
+    dead letter until an authority admin releases it, nothing ran.
     undecodable: it cannot be read, or its type or version is not known here yet; kept as a dead letter, nothing ran.
     handler_failed: the handler failed as often as allowed; kept as a dead letter, nothing of it was committed.
     """
@@ -29,6 +31,7 @@ class Outcome(StrEnum):
     DUPLICATE = "duplicate"
     CONFLICT = "conflict"
     BEFORE_HORIZON = "before_horizon"
+    OLD_EPOCH = "old_epoch"
     UNDECODABLE = "undecodable"
     HANDLER_FAILED = "handler_failed"
 
@@ -40,6 +43,7 @@ class Reserved(StrEnum):
     DUPLICATE = "duplicate"
     CONFLICT = "conflict"
     BEFORE_HORIZON = "before_horizon"
+    OLD_EPOCH = "old_epoch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,14 +128,12 @@ class RabbitRunner:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """As `run`, in the caller's event loop."""
-        await asyncio.to_thread(require_contract, self._database)
         serving = Serving(self._inbox, self._database, self._options, stop, self.standing)
         self._looked, self.standing.draining = False, False
         self.standing.in_flight, self.standing.oldest = serving.in_flight, serving.oldest
         moving = asyncio.create_task(self._moving(stop))
         upkeep = Upkeep(self._inbox.consumer, self._database)
         upkeep.start()
-        serving.give_back()
         try:
             await self._connected(serving, stop)
         finally:
@@ -175,6 +173,8 @@ class RabbitRunner:
                 continue
             session = _Session(stop)
             try:
+                await asyncio.to_thread(require_contract, self._database)
+                serving.give_back()
                 await self._session(session, serving)
             except LOSSES as error:
                 ever = ever or session.consuming

@@ -106,10 +106,11 @@ class Serving:
         return self._armed
 
     async def _asked(self) -> list[tuple[Any, ...]]:
+        nothing: dict[str, object] = {}
         if self._async is not None:
-            return await self._async.fetch(POINT, {})
+            return await self._async.fetch(POINT, nothing)
         assert self._sync is not None
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.fetch, POINT, {})
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sync.fetch, POINT, nothing)
 
     def in_flight(self) -> int:
         """Deliveries in the hands of a handler; for any thread."""
@@ -128,7 +129,7 @@ class Serving:
 
     def give_back(self) -> None:
         """Handles dead letters that an operator gave back, one at a time where no message waits, until it ends."""
-        self._giving_back = asyncio.create_task(self._given_back())
+        self._giving_back = self._giving_back or asyncio.create_task(self._given_back())
 
     async def drain(self) -> None:
         """Waits for running handlers, at most ``drain_seconds``; what waits for its turn gives up by itself."""

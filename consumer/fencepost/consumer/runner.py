@@ -7,10 +7,13 @@ serialization race. Those are tried again for as long as it takes, with capped b
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, LiteralString, cast
 
@@ -30,7 +33,7 @@ __all__ = ["Again", "AsyncHandling", "Handling", "RunnerOptions", "Tries", "requ
 
 log = logging.getLogger("fencepost.consumer")
 
-_SET_ASIDE = (Outcome.CONFLICT, Outcome.UNDECODABLE, Outcome.BEFORE_HORIZON)
+_SET_ASIDE = (Outcome.CONFLICT, Outcome.UNDECODABLE, Outcome.BEFORE_HORIZON, Outcome.OLD_EPOCH)
 # 08 connection, 53 resources, 57P the server goes or is not up: nothing can be handled.
 _AWAY = ("08", "53", "57P")
 # 40 rollback for concurrency, 55P03 lock not available.
@@ -143,6 +146,8 @@ class Handling:
             options.concurrency + 1,
             answer_within=options.answer_seconds + inbox.wait_seconds,
         )
+        # Invariant: a connection that was given serves one at a time.
+        self._turn = nullcontext() if self._transactions.renews else threading.Lock()
 
     def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         """Tries once. `Handled` is committed and may be acknowledged; after `Again` nothing may."""
@@ -157,6 +162,10 @@ class Handling:
         A failure is judged as it is there, and takes nothing from the others. Give one of a key at a time, and alone what was
         tried before: whatever brings its transaction down keeps nobody else from being handled.
         """
+        with self._turn:
+            return self._attempt_many(works)
+
+    def _attempt_many(self, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
         if len(works) == 1:
             return [self.attempt(*works[0])]
         try:
@@ -183,6 +192,10 @@ class Handling:
 
     def retry(self) -> bool:
         """Handles one dead letter that was given back; False when there is none. Raises nothing that a handler raises."""
+        with self._turn:
+            return self._retry()
+
+    def _retry(self) -> bool:
         try:
             with self._transactions.begin() as begun:
                 delivery = retries.take(begun.conn, self._inbox.consumer)
@@ -201,7 +214,7 @@ class Handling:
 
     def fetch(self, statement: LiteralString, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
         """What a statement of the runner's own finds, in a transaction of its own, beside the handlers."""
-        with self._transactions.begin() as begun, begun.conn.cursor(row_factory=tuple_row) as cursor:
+        with self._turn, self._transactions.begin() as begun, begun.conn.cursor(row_factory=tuple_row) as cursor:
             return cursor.execute(statement, values).fetchall()
 
     def close(self) -> None:
@@ -220,6 +233,8 @@ class AsyncHandling:
             options.concurrency + 1,
             answer_within=options.answer_seconds + inbox.wait_seconds,
         )
+        # Invariant: as in Handling.
+        self._turn = nullcontext() if self._transactions.renews else asyncio.Lock()
 
     async def attempt(self, delivery: Delivery, tries: Tries) -> Handled | Again:
         """As `Handling.attempt`."""
@@ -230,6 +245,10 @@ class AsyncHandling:
 
     async def attempt_many(self, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
         """As `Handling.attempt_many`."""
+        async with self._turn:
+            return await self._attempt_many(works)
+
+    async def _attempt_many(self, works: Sequence[tuple[Delivery, Tries]]) -> list[Handled | Again]:
         if len(works) == 1:
             return [await self.attempt(*works[0])]
         try:
@@ -258,6 +277,10 @@ class AsyncHandling:
 
     async def retry(self) -> bool:
         """As `Handling.retry`."""
+        async with self._turn:
+            return await self._retry()
+
+    async def _retry(self) -> bool:
         try:
             async with self._transactions.begin() as begun:
                 delivery = await retries.take_async(begun.conn, self._inbox.consumer)
@@ -276,7 +299,7 @@ class AsyncHandling:
 
     async def fetch(self, statement: LiteralString, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
         """As `Handling.fetch`."""
-        async with self._transactions.begin() as begun, begun.conn.cursor(row_factory=tuple_row) as cursor:
+        async with self._turn, self._transactions.begin() as begun, begun.conn.cursor(row_factory=tuple_row) as cursor:
             return await (await cursor.execute(statement, values)).fetchall()
 
     async def close(self) -> None:

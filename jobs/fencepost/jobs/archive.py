@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, LiteralString
+from uuid import UUID
 
 from psycopg import Connection
 from psycopg.errors import LockNotAvailable
@@ -24,6 +25,9 @@ ARCHIVE: LiteralString = "SELECT archived, after FROM fencepost.archive_jobs(%(a
 DROP: LiteralString = "SELECT fencepost.drop_archives(%(dry)s)"
 KEEP: LiteralString = "SELECT fencepost.set_job_retention(%(class)s, %(keep)s::interval, %(actor)s, %(reason)s)"
 KEEP_ARCHIVE: LiteralString = "SELECT fencepost.set_archive_retention(%(keep)s::interval, %(actor)s, %(reason)s)"
+LEASE: LiteralString = (
+    "SELECT fencepost.lease_duty('archive of jobs', %(owner)s::uuid, make_interval(secs => %(seconds)s::float8))"
+)
 DECLARED: LiteralString = "SELECT EXISTS (SELECT FROM fencepost.job_retention)"
 
 BATCH = 200
@@ -31,6 +35,7 @@ TURN_SECONDS = 1.0
 # Between two walks through everything that is not archived; and never more than a tenth of the time is spent walking.
 PASS_SECONDS = 300.0
 WALK_SHARE = 10.0
+LEASE_SECONDS = 600.0
 
 log = logging.getLogger("fencepost.jobs.archive")
 
@@ -39,12 +44,13 @@ log = logging.getLogger("fencepost.jobs.archive")
 class Archiving:
     """Walks through finished jobs again and again, a bounded share at each turn; needs the role maintenance.
 
-    Any number of processes may do it: what one of them holds, the others pass by. ``dropped``: the months that went after
-    the last walk.
+    Any number of processes may do it: what one of them holds, the others pass by. With an ``owner`` one at a time walks, and
+    another one ten minutes after it has ended. ``dropped``: the months that went after the last walk.
     """
 
     limit: int = BATCH
     pause: float = PASS_SECONDS
+    owner: UUID | None = None
     dropped: list[str] = field(default_factory=list[str])
     _after: int | None = None
     _walked: float = 0.0
@@ -58,6 +64,9 @@ class Archiving:
         began = time.monotonic()
         if began < self._next:
             return 0
+        if not self._leads(conn, LEASE_SECONDS):
+            self._after, self._walked, self._next = None, 0.0, began + self.pause
+            return 0
         moved = 0
         while self._after is not None or _declared(conn):
             archived, self._after = _batch(conn, self._after or 0, self.limit)
@@ -69,11 +78,18 @@ class Archiving:
         if self._after is None:
             self._next = now + max(self.pause, self._walked * WALK_SHARE)
             self._walked = 0.0
+            self._leads(conn, self._next - now + LEASE_SECONDS)
             try:
                 self.dropped = drop_archives(conn)
             except LockNotAvailable:
                 log.info("the archive is being read: what is over is dropped after the next walk")
         return moved
+
+    def _leads(self, conn: Connection[Any], seconds: float) -> bool:
+        if self.owner is None:
+            return True
+        with conn.cursor(row_factory=tuple_row) as cursor:
+            return cursor.execute(LEASE, {"owner": self.owner, "seconds": seconds}).fetchone() == (True,)
 
 
 def drop_archives(conn: Connection[Any], *, dry_run: bool = False) -> list[str]:

@@ -5,6 +5,7 @@
     freeze     no effect begins until `thaw`; what runs goes on
     release    held work goes on under the current epoch, in batches; never with an open effect
     seal       the last turn before a planned move of the database
+    within     an act of a principal that is no job, in the caller's own transaction (`principals`: who may do what)
 
 A rotation or a restriction disarms the database, tells the witness, then makes the change and arms again in one commit, all
 behind the gate. Crash here: [V] after the first step the next arm finds nothing to do, after the second it makes the change;
@@ -23,12 +24,26 @@ import psycopg
 from psycopg import Connection
 from psycopg.rows import tuple_row
 
+from fencepost.jobs.within import within
 from fencepost.schemas import arming
 from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import FencepostError, InvalidInput, WitnessMismatch
 from fencepost.schemas.witness import Mark, Record, Witness, confirm, intend
 
-__all__ = ["By", "Kind", "Released", "Rotated", "freeze", "lift", "release", "restrict", "rotate", "seal", "thaw"]
+__all__ = [
+    "By",
+    "Kind",
+    "Released",
+    "Rotated",
+    "freeze",
+    "lift",
+    "release",
+    "restrict",
+    "rotate",
+    "seal",
+    "thaw",
+    "within",
+]
 
 Kind = Literal["tenant", "class", "principal"]
 
@@ -98,7 +113,7 @@ def rotate(dsn: str, witness: Path | Witness, by: By, *, tenant: str | None = No
 
 
 def restrict(dsn: str, witness: Path | Witness, by: By, kind: Kind, subject: str, *, dry_run: bool = False) -> Rotated:
-    """Suspends a tenant, disables a class or revokes a login until it is lifted; a restore does not lift it.
+    """Suspends a tenant, disables a class or revokes a principal or login until it is lifted; a restore does not lift it.
 
     Running work of the tenant or class is held; what else of it is queued is not claimed. The login that asks is refused
     (InvalidInput). As ``rotate`` otherwise.

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from fencepost.jobs.journal_begins import BATCH, Begins
 from fencepost.jobs.journal_records import Begin, NotBegun
-from fencepost.jobs.journal_scan import Frame, scan
+from fencepost.jobs.journal_scan import Frame, require_sound, scan
 from fencepost.schemas.errors import ConfigError
 
 __all__ = ["Evidence"]
@@ -17,7 +17,8 @@ __all__ = ["Evidence"]
 class Evidence:
     """One runner's journal: all begins but those that it knows were none, also what was acknowledged or settled since.
 
-    ``epoch`` is the newest under which one of them was begun. Raises ConfigError for a folder that holds no journal: a name that was mistyped is no empty journal.
+    ``epoch`` is the newest under which one of them was begun. Raises NewerFormat where a newer version wrote it, and ConfigError for
+    a folder that holds no journal: a name that was mistyped is no empty journal.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -26,6 +27,8 @@ class Evidence:
         self._until = 0
         self.epoch = 1
         report = scan(folder, self._first) if folder.is_dir() else None
+        if report is not None and report.damage is not None and report.damage.kind == "newer":
+            require_sound(report)
         if report is None or not report.segments:
             raise ConfigError(
                 f"{folder} is no journal",

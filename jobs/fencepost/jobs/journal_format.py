@@ -8,6 +8,11 @@
 first: frames of another file, an older copy or another order do not chain. The checksum is CRC-32 (IEEE 802.3), which the
 standard library has: whoever must read a journal on a bad day needs nothing installed. It finds every flipped bit and
 every burst of up to 32 bits; whole segments are also bound by the sha256 in their successor's header.
+
+Every later version keeps magic, version and size of the header where they are, and ends its header with the checksum of
+what is before it, the state byte and three bytes: so a reader tells a newer segment, which it refuses, from a damaged one.
+A member or a kind of record that older readers may pass over needs no new version; one that they must not pass over does.
+A version is read one release before it is written, and read for as long as segments of it can be needed for a recovery.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ __all__ = [
     "OFFLINE",
     "ONLINE",
     "PAYLOAD_BYTES_MAX",
+    "READABLE",
     "STATE_AT",
     "VERSION",
     "FrameHead",
@@ -41,6 +47,9 @@ __all__ = [
 
 MAGIC = b"\x89FPJ\r\n\x1a\n"
 VERSION = 1
+"""What is written."""
+READABLE = (1,)
+"""What is read; each has a journal recorded in the tests."""
 CHECKSUM = b"crc32-ieee\0\0"
 HEADER = struct.Struct("<8sHH12s16sQQ32s16sI")
 STATE_AT = HEADER.size
@@ -80,17 +89,30 @@ class Header:
 
     @classmethod
     def decode(cls, data: bytes) -> tuple[Header, int] | str:
-        """The header and its checksum, from which the first frame chains; or which part of it does not verify."""
+        """The header and its checksum, from which the first frame chains; or which part of it does not verify.
+
+        ``newer`` is a header that verifies, of a version that is not read here yet.
+        """
         if len(data) < HEADER_SIZE:
             return "header_cut"
         magic, version, size, name, file, number, first, previous, machine, crc = HEADER.unpack_from(data)
         if magic != MAGIC:
             return "magic"
+        if version > max(READABLE) and _verifies(data, size):
+            return "newer"
         if checksum(data[: STATE_AT - 4]) != crc or any(data[STATE_AT + 1 : HEADER_SIZE]):
             return "header"
-        if version != VERSION or size != HEADER_SIZE or name != CHECKSUM:
+        if version not in READABLE or size != HEADER_SIZE or name != CHECKSUM:
             return "version"
         return cls(UUID(bytes=file), number, first, previous, UUID(bytes=machine)), crc
+
+
+def _verifies(data: bytes, size: int) -> bool:
+    """Whether this is a whole header of that size, whatever is in it."""
+    if not HEADER_SIZE <= size <= len(data):
+        return False
+    covered, (crc,) = data[: size - 8], struct.unpack_from("<I", data, size - 8)
+    return bool(checksum(covered) == crc) and not any(data[size - 3 : size])
 
 
 @dataclass(frozen=True, slots=True)

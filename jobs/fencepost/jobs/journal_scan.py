@@ -5,6 +5,7 @@
     the file ends inside a frame                                    torn                         corrupt
     only zeros from the end of a frame on                           torn                         corrupt
     the last frame does not verify and has a sector of zeros        torn                         corrupt
+    a header of a version that is not read here yet                 newer                        newer
     anything else: bytes, order, a segment missing or foreign       corrupt                      corrupt
 
 Torn is what an interrupted write can leave. A segment that was closed or rotated ends with a record that says so, and
@@ -22,7 +23,7 @@ from uuid import UUID
 
 from fencepost.jobs import journal_format as form
 from fencepost.jobs.journal_records import Closed, Record, Rotated, decode
-from fencepost.schemas.errors import ConfigError, JournalCorrupt, JournalForeign, JournalTorn
+from fencepost.schemas.errors import ConfigError, JournalCorrupt, JournalForeign, JournalTorn, NewerFormat
 
 __all__ = ["Damage", "Frame", "Report", "Segment", "Take", "require_sound", "require_writable", "scan", "segment_path"]
 
@@ -33,9 +34,12 @@ SECTOR = 512
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where a journal stops verifying, and why; ``torn`` only when an interrupted write explains it."""
+    """Where a journal stops verifying, and why; ``torn`` only when an interrupted write explains it.
 
-    kind: Literal["torn", "corrupt"]
+    ``newer`` is no damage at all: a newer version wrote the segment, and reads it.
+    """
+
+    kind: Literal["torn", "corrupt", "newer"]
     segment: str
     offset: int
     why: str
@@ -129,7 +133,7 @@ def scan(folder: Path, take: Take | None = None, *, machine: UUID | None = None,
 
 
 def require_sound(report: Report) -> None:
-    """Raises JournalTorn or JournalCorrupt, saying where and what to do."""
+    """Raises JournalTorn, JournalCorrupt or NewerFormat, saying where and what to do."""
     damage = report.damage
     if damage is None:
         return
@@ -139,6 +143,12 @@ def require_sound(report: Report) -> None:
             f"the journal ends in a write that was interrupted: {where}",
             field="journal",
             hint="what is before it verifies; run: fencepost journal repair",
+        )
+    if damage.kind == "newer":
+        raise NewerFormat(
+            f"{damage.segment} of the journal was written by a newer version",
+            field="journal",
+            hint="read it, and go on writing it, with that version of fencepost or a newer one",
         )
     raise JournalCorrupt(
         f"the journal does not verify: {where}",
@@ -206,6 +216,8 @@ class _Walk:
         if isinstance(found, str):
             if found == "header_cut" and self._newest:
                 self.damage = Damage("torn", self._path.name, 0, found)
+            elif found == "newer":
+                self.damage = Damage("newer", self._path.name, 0, found)
             else:
                 self._corrupt(0, found)
             return None

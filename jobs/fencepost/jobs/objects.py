@@ -1,7 +1,7 @@
 """The port to a store of immutable objects, named by their content: what a manifest, and the removal of orphans, need.
 
-`file_store` is the implementation for a file system. One for an object storage service needs a conditional write of the
-marker that holds its identity, and strongly consistent reads, writes and deletes.
+`file_store` is the implementation for a file system, `s3_store` that for S3. Another one for an object storage service needs a
+conditional write of the marker that holds its identity, and strongly consistent reads, writes and deletes.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def recover(
     this database lost are unknown, or noted where the job is lost too. ``numbers``: more than the events per restore that
     were lost. ``epoch_floor``: no epoch beyond it was ever given; where the witness is lost or cannot be read a new one is begun
     with it, on evidence (EvidenceMissing). Call it again after a crash. Raises ConfigError for a folder that is no journal and
-    for a lost witness, Damaged for one that cannot be read, WitnessMismatch for another installation's.
+    for a lost witness, Damaged for one that cannot be read, WitnessMismatch for another installation's, NewerFormat before
+    anything is changed where a newer version wrote the witness or a journal.
     """
     outside = arming.as_witness(witness)
     _require_floor(epoch_floor, by)

@@ -81,7 +81,7 @@ class Upkeep:
         self._backoff = backoff
         self._may_escalate = True
         self._may_archive = True
-        self._archiving = Archiving()
+        self._archiving = Archiving(owner=uuid4())
         self._may_look_up = bool(look_ups)
         self._escalate_at = 0.0
         self._asking: list[Future[object]] = []
@@ -146,9 +146,7 @@ class Upkeep:
                     log.info("%d finished jobs were archived", count)
             except psycopg.errors.InsufficientPrivilege:
                 self._may_archive = False
-                log.info(
-                    "this login may not archive finished jobs; grant it the role maintenance, or let another worker do it"
-                )
+                log.info("this login may not archive finished jobs; whoever has the role maintenance does it")
         return asked
 
     def _look_up(self, conn: Connection[Any]) -> int:

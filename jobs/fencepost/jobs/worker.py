@@ -110,13 +110,18 @@ class Hint:
         self._classes = classes
         self._next: str | None = None
         self._renewed = self._made = -HINT_SECONDS_MAX
+        self._pause = HINT_SECONDS
 
     def renew(self, conn: psycopg.Connection[Any], *, busy: bool) -> None:
-        """Moves it on, at most ten times a second while claims find work."""
+        """Moves it on, at most ten times a second while claims find work, and ever more seldom after."""
         now = time.monotonic()
-        if now - self._renewed < (HINT_SECONDS if busy else HINT_SECONDS_MAX):
+        if busy:
+            self._pause = HINT_SECONDS
+        if now - self._renewed < self._pause:
             return
         self._renewed = now
+        if not busy:
+            self._pause = min(self._pause * 2, HINT_SECONDS_MAX)
         if now - self._made >= HINT_SECONDS_MAX:
             self._next = marks(conn, self._classes)
             self._made = now

@@ -6,7 +6,6 @@ changed since `status` was looked at), --reason and --evidence (kept for ever).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -23,15 +22,13 @@ from fencepost.jobs.recovery import NUMBERS, Consumer, Hold, Recovered, consumer
 from fencepost.operate import authority_checks, printing, settings
 from fencepost.operate.effects import login_name
 from fencepost.operate.refusals import ExitCode
-from fencepost.operate.signals import draining
 from fencepost.schemas import arming
 from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
-from fencepost.schemas.keeper import Keeper
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Authority: status, rotate, freeze, thaw, release, restrict, lift, arm, recover, seal, guard.",
+    help="Authority: status, rotate, freeze, thaw, release, restrict, lift, principal, arm, recover, seal, guard.",
 )
 
 STATUS: LiteralString = """
@@ -202,7 +199,7 @@ def release_(
 @app.command("restrict")
 def restrict_(
     kind: Annotated[KindName, typer.Argument(help="What is restricted.")],
-    subject: Annotated[str, typer.Argument(help="The tenant, the class, or the login.")],
+    subject: Annotated[str, typer.Argument(help="The tenant, the class, the principal or login.")],
     reason: Reason,
     evidence: Evidence = "",
     actor: Actor = None,
@@ -210,7 +207,7 @@ def restrict_(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Suspend a tenant, disable a class or revoke a login; no restore lifts it."""
+    """Suspend a tenant, disable a class or revoke a principal or login; no restore lifts it."""
     chosen = settings.load()
     by = _by(actor, reason, evidence, expect_version)
     done = authority.restrict(chosen.dsn(), chosen.outside(), by, kind.value, subject, dry_run=dry_run)
@@ -225,7 +222,7 @@ def restrict_(
 @app.command("lift")
 def lift_(
     kind: Annotated[KindName, typer.Argument(help="What is restricted.")],
-    subject: Annotated[str, typer.Argument(help="The tenant, the class, or the login.")],
+    subject: Annotated[str, typer.Argument(help="The tenant, the class, the principal or login.")],
     reason: Reason,
     evidence: Evidence = "",
     actor: Actor = None,
@@ -308,18 +305,6 @@ def recover_(
         _show_recovered(done, dry_run)
     if done.damaged or done.lost:
         raise typer.Exit(int(ExitCode.REFUSED))
-
-
-@app.command("guard")
-def guard() -> None:
-    """Keep the witness until stopped: beat every two seconds, arm again after a plain restart. For where no relay or worker does."""
-    chosen = settings.load()
-    stop = threading.Event()
-    keeper = Keeper(chosen.dsn(), chosen.outside())
-    with draining(stop.set):
-        keeper.start()
-        stop.wait()
-        keeper.stop()
 
 
 def _scope(tenant: str | None, everybody: bool) -> None:

@@ -11,7 +11,7 @@ from psycopg import Connection
 from fencepost.operate.findings import Finding, fail, ok, warn
 from fencepost.operate.printing import age
 from fencepost.schemas.arming import Tip, as_witness, read_tip, settled
-from fencepost.schemas.errors import ConfigError, Damaged, Unreachable
+from fencepost.schemas.errors import ConfigError, Damaged, NewerFormat, Unreachable
 from fencepost.schemas.witness import Record, Witness
 
 __all__ = ["armed", "heartbeat", "witness"]
@@ -70,7 +70,8 @@ def heartbeat(conn: Connection[Any]) -> Finding:
     if seconds > BEAT_SECONDS_MAX:
         return warn(
             "heartbeat",
-            f"the last beat was {age(seconds)} ago: nobody keeps the witness; run a relay or a worker with FENCEPOST_STATE",
+            f"the last beat was {age(seconds)} ago: nobody keeps the witness; run a relay or a worker with FENCEPOST_STATE,"
+            " or `fencepost authority guard`",
         )
     return ok("heartbeat", f"{age(seconds)} ago")
 
@@ -106,6 +107,8 @@ def _look(conn: Connection[Any], state: Path | Witness) -> tuple[Tip, Record | s
             return read_tip(conn), f"{error.message}; point FENCEPOST_STATE to the folder that `fencepost migrate` made"
         except Damaged as error:
             return read_tip(conn), f"{error.message}; restore nothing over it"
+        except NewerFormat as error:
+            return read_tip(conn), f"{error.message}; {error.hint}"
         except Unreachable as error:
             return read_tip(conn), error.message
         except OSError as error:

@@ -17,6 +17,7 @@ from fencepost.operate import (
     effects,
     finished,
     grants,
+    guard,
     inbox,
     job_signals,
     jobs,
@@ -26,6 +27,7 @@ from fencepost.operate import (
     orphans,
     owner,
     parked,
+    principals,
     protected,
     queues,
     relay,
@@ -86,6 +88,8 @@ jobs.app.add_typer(owner.app, name="owner")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(journal.app, name="journal")
 app.add_typer(parked.app, name="parked")
+authority.app.command("guard")(guard.guard)
+authority.app.add_typer(principals.app, name="principal")
 app.add_typer(authority.app, name="authority")
 app.add_typer(schemas.app, name="schemas")
 

@@ -1,4 +1,4 @@
-"""`fencepost deadletters`: what consumers set aside: look at it, give it back, discard or export it; payloads only into a file."""
+"""`fencepost deadletters`: what consumers set aside: look at it, give it back, release, discard or export it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -25,7 +25,7 @@ from fencepost.operate.refusals import ExitCode, line_of
 from fencepost.schemas.contract import connect
 from fencepost.schemas.errors import InvalidInput
 
-app = typer.Typer(no_args_is_help=True, help="Dead letters: list, show, retry, discard, export.")
+app = typer.Typer(no_args_is_help=True, help="Dead letters: list, show, retry, release, discard, export.")
 
 LIMIT_MAX = 10_000
 
@@ -46,7 +46,7 @@ class Reason(StrEnum):
 LIST: LiteralString = """
 SELECT d.id, d.consumer, d.reason, d.field, d.detail, d.tenant, d.operation, d.type, d.version, d.event_id, d.attempts, d.coordinates,
        d.stored_meaning, d.arrived_meaning, d.content, d.bytes, d.created_at, d.last_at, d.due_at, d.takes, d.unhandled,
-       clock_timestamp() - d.created_at AS age
+       d.released_epoch, clock_timestamp() - d.created_at AS age
 FROM fencepost.dead_letters AS d
 WHERE (%(tenant)s::text IS NULL OR d.tenant = %(tenant)s::text)
   AND (%(consumer)s::text IS NULL OR d.consumer = %(consumer)s::text)
@@ -57,7 +57,7 @@ WHERE (%(tenant)s::text IS NULL OR d.tenant = %(tenant)s::text)
 ORDER BY d.id LIMIT %(limit)s"""
 DECISIONS: LiteralString = """
 SELECT d.at, d.kind, d.verdict, d.actor, d.reason, d.evidence_kind, d.evidence_ref FROM fencepost.decision AS d
-WHERE d.kind IN ('retry_dead_letter', 'discard_dead_letter', 'read_dead_letter') AND d.subject = 'dead letter ' || %(id)s::bigint
+WHERE d.kind IN ('retry_dead_letter', 'release_dead_letter', 'discard_dead_letter', 'read_dead_letter') AND d.subject = 'dead letter ' || %(id)s::bigint
 ORDER BY d.id"""
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -107,7 +107,7 @@ class Filter:
 
 @app.callback()
 def group() -> None:
-    """Dead letters: list, show, retry, discard, export."""
+    """Dead letters: list, show, retry, release, discard, export."""
 
 
 @app.command("list")
@@ -168,7 +168,7 @@ def retry(
 ) -> None:
     """Mark dead letters due: their consumer handles them in its idle time, each once; a conflict stays a conflict.
 
-    Exit code 1 when one of them was refused.
+    What was accepted under an older epoch is refused: see release. Exit code 1 when one of them was refused.
     """
     who = actor or login_name()
 
@@ -178,6 +178,37 @@ def retry(
 
     which = Filter(tenant, consumer, type_, reason, duration("older-than", older_than), ids)
     _each(which, everything, limit, act, dry_run, as_json)
+
+
+@app.command("release")
+def release(
+    why: ReasonText,
+    tenant: Tenant = None,
+    consumer: Consumer = None,
+    type_: Type = None,
+    older_than: Older = None,
+    ids: Ids = None,
+    everything: Everything = False,
+    limit: Limit = LIMIT_MAX,
+    actor: Actor = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let events of an old epoch be handled under the present one, each once. For the role authority admin.
+
+    About dead letters old_epoch only. It holds until their tenant's epoch changes again. Exit code 1 when one of them was
+    refused.
+    """
+    who = actor or login_name()
+
+    def act(conn: Connection[Any], number: int) -> str:
+        acts.release(conn, number, actor=who, reason=why)
+        return "released"
+
+    which = Filter(tenant, consumer, type_, None, duration("older-than", older_than), ids)
+    _require_said(which, everything)
+    # A number names one letter, and is refused where that is of another kind.
+    _each(replace(which, reason=None if ids else Reason.OLD_EPOCH), True, limit, act, dry_run, as_json)
 
 
 @app.command("discard")
@@ -244,8 +275,7 @@ def export(
 
 def _each(which: Filter, everything: bool, limit: int, act: Act, dry_run: bool, as_json: bool) -> None:
     """Acts on every letter in a transaction of its own; a dry run takes the same way and rolls back."""
-    if not which.narrow and not everything:
-        raise typer.BadParameter("say which: --id, --tenant, --consumer, --type, --reason, --older-than, or --all")
+    _require_said(which, everything)
     done: list[dict[str, Any]] = []
     refused = False
     with connect(settings.load().dsn()) as conn:
@@ -262,7 +292,7 @@ def _each(which: Filter, everything: bool, limit: int, act: Act, dry_run: bool, 
                 with conn.transaction(force_rollback=dry_run):
                     result = act(conn, int(row["id"]))
             except InvalidInput as error:
-                if error.field not in ("id", "unhandled", "coordinates"):
+                if error.field not in ("id", "unhandled", "coordinates", "epoch"):
                     raise
                 refused, result = True, f"refused: {line_of(error)}"
             done.append({c: row[c] for c in ("id", "consumer", "tenant", "operation", "type")} | {"result": result})
@@ -276,6 +306,11 @@ def _each(which: Filter, everything: bool, limit: int, act: Act, dry_run: bool, 
         sys.stderr.write(f"fencepost: stopped at {limit} dead letters; there may be more\n")
     if refused:
         raise typer.Exit(int(ExitCode.REFUSED))
+
+
+def _require_said(which: Filter, everything: bool) -> None:
+    if not which.narrow and not everything:
+        raise typer.BadParameter("say which: --id, --tenant, --consumer, --type, --reason, --older-than, or --all")
 
 
 def _export(conn: Connection[Any], which: Filter, limit: int, path: Path, actor: str, why: str) -> int:

@@ -186,7 +186,7 @@ def remembering(conn: Connection[Any]) -> Finding:
         return warn(
             "inbox",
             f"nobody purges for {', '.join(overdue[:5])}: run `fencepost inbox purge`, or its consumer with a login that"
-            " has the role maintenance",
+            " has the role maintenance, or `fencepost authority guard`",
         )
     return ok("inbox", "every consumer remembers for as long as its broker does, as far as that is known")
 
@@ -199,7 +199,8 @@ def set_aside(conn: Connection[Any]) -> Finding:
     return warn(
         "deadletters",
         f"dead letters: {', '.join(f'{number} {reason}' for reason, number in found.items())};"
-        " see `fencepost deadletters list`",
+        " see `fencepost deadletters list`"
+        + (", and `release` for what is of an old epoch" if "old_epoch" in found else ""),
     )
 
 

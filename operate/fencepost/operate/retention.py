@@ -64,7 +64,7 @@ def recycling(conn: Connection[Any]) -> Finding:
     if late:
         return warn(
             "recycling",
-            f"{', '.join(late)} should have been recycled: a relay whose login has the role maintenance must run, its log"
-            " says what it waits for",
+            f"{', '.join(late)} should have been recycled: a relay whose login has the role maintenance must run, or"
+            " `fencepost authority guard`; its log says what it waits for",
         )
     return ok("recycling", "no partition of the outbox is overdue")

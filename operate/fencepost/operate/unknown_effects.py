@@ -25,7 +25,8 @@ def unsettled(conn: Connection[Any]) -> Finding:
     if overdue := sum(int(row[3]) for row in found):
         return warn(
             "effects",
-            f"nobody escalates: {overdue} unknown effects are overdue; run a worker with a login that has the role maintenance",
+            f"nobody escalates: {overdue} unknown effects are overdue; run a worker with a login that has the role maintenance,"
+            " or `fencepost authority guard`",
         )
     groups = ", ".join(f"{number} {severity} (oldest {printing.age(age)})" for severity, number, age, _ in found)
     return warn("effects", f"unknown effects: {groups}; see `fencepost effects list`")

@@ -285,7 +285,7 @@ class UnknownJob(Refused, FromDatabase, code="ZF050"):
 
 
 class Restricted(Refused, FromDatabase, code="ZF061"):
-    """A login was revoked, a tenant suspended or a class disabled; an authority admin may lift that."""
+    """A principal, login, tenant or class is restricted, or was granted nothing; an authority admin may change that."""
 
 
 class SecondOwner(Refused, FromDatabase, code="ZF060"):

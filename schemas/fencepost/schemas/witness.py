@@ -10,16 +10,23 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 from uuid import UUID, uuid4
 
-from fencepost.schemas.errors import ConfigError, Damaged, Unreachable
+from fencepost.schemas.errors import ConfigError, Damaged, NewerFormat, Unreachable
 
 FORMAT = 1
+"""What is written. Members may be added within it, where older versions may pass them over: they keep them."""
+KNOWN = frozenset(
+    {
+        *("format", "installation", "system_identifier", "timeline", "database_oid"),
+        *("head", "intended", "recovering", "restrictions"),
+    }
+)
 HELD_SECONDS = 10.0
 
 
@@ -66,6 +73,8 @@ class Record:
     intended: Mark | None = None
     restrictions: tuple[str, ...] = ()
     recovering: Mark | None = None
+    others: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What a newer version has added; written again as it was."""
 
     @property
     def marks(self) -> tuple[Mark, ...]:
@@ -95,7 +104,7 @@ class Witness(Protocol):
         ...
 
     def read(self) -> Record:
-        """The record; raises `ConfigError` when there is none, `Damaged` when it cannot be read, `Unreachable`."""
+        """The record; raises `ConfigError` when there is none, `Damaged` when it cannot be read, `NewerFormat`, `Unreachable`."""
         ...
 
     def write(self, record: Record) -> None:
@@ -208,6 +217,7 @@ def dump(record: Record) -> dict[str, Any]:
         return None if m is None else asdict(m) | {"nonce": str(m.nonce)}
 
     return {
+        **record.others,
         "format": FORMAT,
         "installation": str(record.installation),
         "system_identifier": record.system_identifier,
@@ -221,7 +231,7 @@ def dump(record: Record) -> dict[str, Any]:
 
 
 def load(value: Any) -> Record:
-    """The record that `dump` made; ValueError, KeyError or TypeError when it did not."""
+    """The record that `dump` made; ValueError, KeyError or TypeError when it did not, NewerFormat when a newer one did."""
 
     def mark(m: dict[str, Any]) -> Mark:
         seq, tenant = int(m["seq"]), m.get("tenant")
@@ -234,6 +244,12 @@ def load(value: Any) -> Record:
         )
 
     found = cast(dict[str, Any], value)
+    if isinstance(found["format"], int) and found["format"] > FORMAT:
+        raise NewerFormat(
+            f"the witness has format {found['format']}, and this version reads {FORMAT}",
+            field="FENCEPOST_STATE",
+            hint="use the version of fencepost that wrote it, or a newer one; do not remove it",
+        )
     if found["format"] != FORMAT:
         raise ValueError(found["format"])
     return Record(
@@ -245,4 +261,5 @@ def load(value: Any) -> Record:
         intended=None if found["intended"] is None else mark(found["intended"]),
         restrictions=tuple(str(r) for r in found.get("restrictions", ())),
         recovering=None if found.get("recovering") is None else mark(found["recovering"]),
+        others={name: value for name, value in found.items() if name not in KNOWN},
     )

@@ -607,9 +607,12 @@ ALTER TABLE fencepost.dead_letter
     ADD COLUMN last_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     ADD COLUMN due_at timestamptz,
     ADD COLUMN takes integer NOT NULL DEFAULT 0,
-    ADD COLUMN unhandled boolean NOT NULL DEFAULT false;
+    ADD COLUMN unhandled boolean NOT NULL DEFAULT false,
+    ADD COLUMN released_epoch bigint;
 COMMENT ON COLUMN fencepost.dead_letter.unhandled IS
   'An operator has said that this event was not handled before its history was purged: it may be handled, although it is old.';
+COMMENT ON COLUMN fencepost.dead_letter.released_epoch IS
+  'The epoch that its tenant stood at when an authority admin released it: it may be handled under that one, although it is of an older.';
 CREATE INDEX dead_letter_due ON fencepost.dead_letter (consumer, due_at) WHERE due_at IS NOT NULL;
 
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
@@ -618,7 +621,7 @@ ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN
     'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', '0c16922e92400baf4da60d003e9d028a989b4a456e7ac284c863347a36ec87c6');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', '4d0eeffd17da75da4be4050417087d6b5202ebf176efe0994a40794d7674840b');
 
 -- 0010_inbox_batches.sql
 -- Inbox: batches of reservations whose transaction has still to say which of them were handled.
@@ -924,6 +927,24 @@ CREATE TABLE fencepost.restriction (
     PRIMARY KEY (kind, subject)
 );
 
+-- Who acts without a job. login: whose sessions alone may act as it; null: of any login that may ask.
+CREATE TABLE fencepost.principal (
+    principal text PRIMARY KEY,
+    login     text,
+    since     timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- tenant, class: * is every one. epoch: the newest that anybody had when it was granted; a tenant that got a newer one since,
+-- by rotation or recovery, is not covered any more.
+CREATE TABLE fencepost.principal_grant (
+    principal text NOT NULL REFERENCES fencepost.principal,
+    tenant    text NOT NULL,
+    class     text NOT NULL,
+    epoch     bigint NOT NULL,
+    since     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (principal, tenant, class)
+);
+
 -- sealed_start: when the server was started on which the seal was written; a seal is broken by arming elsewhere or on purpose.
 ALTER TABLE fencepost.tip ADD COLUMN sealed_start timestamptz;
 
@@ -932,7 +953,7 @@ ALTER TABLE fencepost.authority_log ADD CONSTRAINT authority_log_kind_check CHEC
     'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0017_authority.sql', 'b63f8a981e5dee4d6d3607960f42566afa7ef4b34f5aa61e0fd2450b67633fc8');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0017_authority.sql', '95b761de5773d0340dd8487e22742ebd5176d847f71a7c975069c1070544cc44');
 
 -- 0018_job_doorbell.sql
 -- The doorbell of jobs: until when (microseconds since 1970) some worker sleeps and wants to be rung; nothing or the past: nobody.
@@ -952,16 +973,17 @@ CREATE TABLE fencepost.lifecycle (
 
 ALTER TABLE fencepost.authority_log DROP CONSTRAINT authority_log_kind_check;
 ALTER TABLE fencepost.authority_log ADD CONSTRAINT authority_log_kind_check CHECK (kind IN (
-    'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered', 'handed_over'));
+    'created', 'armed', 'rotated', 'frozen', 'thawed', 'restricted', 'lifted', 'released', 'sealed', 'recovered', 'handed_over',
+    'registered', 'granted', 'revoked'));
 
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;
 ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN (
     'reconcile', 'assign', 'cancel', 'requeue', 'routes', 'retention', 'retry_parked', 'skip_parked', 'remove_destination',
     'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention', 'remove_schedule', 'pause', 'resume',
-    'take_over', 'give_back'));
+    'take_over', 'give_back', 'release_dead_letter'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', '5856699380df0b62a2053454ce239c182f6701d27ba53a77095424d4a6b9906f');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0019_lifecycle.sql', '14a75f962abd95dbe6107927be5fd3ce5e0f26bbb974a8ca70e0889bf5db2df8');
 
 -- 0020_positions.sql
 -- Positions: how far consumers have read, as this database knows it, so that a restored one is given again what it lost.
@@ -1339,6 +1361,12 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
            CASE r.kind WHEN 'tenant' THEN r.subject END, CASE r.kind WHEN 'class' THEN r.subject END, 1, r.since
     FROM fencepost.restriction AS r
     UNION ALL
+    -- One for every tenant counts here once no tenant is left that it covers.
+    SELECT 'grant of an old epoch: ' || g.principal, 'authority admin', g.tenant, g.class, 1, g.since
+    FROM fencepost.principal_grant AS g
+    CROSS JOIN fencepost.installation AS i LEFT JOIN fencepost.tenant AS t ON t.tenant = g.tenant
+    WHERE g.epoch < greatest(i.floor, t.epoch)
+    UNION ALL
     (SELECT CASE WHEN j.exec = 'poison' THEN 'poison'
                  WHEN j.suspect AND NOT coalesce(k.policy = 'strict' AND j.applied_effects > 0, false) THEN 'effects suspect'
                  ELSE 'can resume' END AS what,
@@ -1359,6 +1387,9 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT 'effect unknown', e.assignee, e.tenant, e.class, count(*), min(e.unknown_since)
     FROM fencepost.effect AS e WHERE e.state = 'unknown' GROUP BY e.assignee, e.tenant, e.class
     UNION ALL
+    SELECT 'event of an old epoch', 'authority admin', d.tenant, NULL, count(*), min(d.created_at)
+    FROM fencepost.dead_letter AS d WHERE d.reason = 'old_epoch' AND d.due_at IS NULL GROUP BY d.tenant
+    UNION ALL
     SELECT 'begun, and its job is lost', 'operator', b.tenant, b.class, count(*), min(b.found_at)
     FROM fencepost.lost_begin AS b
     -- Submitted again and known by now, it is an effect like any other.
@@ -1377,6 +1408,74 @@ RETURNS bigint LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog
         FROM fencepost.authority_log AS l) AS l
     WHERE NOT l.holds
 $$;
+
+
+-- authority/principals.sql
+-- Registers a principal, or changes the login whose sessions alone may act as it (null: of any login that may ask).
+CREATE OR REPLACE FUNCTION fencepost.register_principal(
+    p_principal text, p_login text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+BEGIN
+    PERFORM fencepost._change_principal(p_principal, p_version, p_actor, p_reason);
+    IF p_login IS NOT NULL THEN
+        PERFORM fencepost._require_identity('login', p_login);
+    END IF;
+    INSERT INTO fencepost.principal AS p (principal, login) VALUES (p_principal, p_login)
+    ON CONFLICT (principal) DO UPDATE SET login = p_login, since = clock_timestamp();
+    PERFORM fencepost._log_authority('registered', jsonb_build_object(
+        'principal', p_principal, 'login', p_login, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+END $$;
+
+-- Lets a principal act for a tenant on work of a class (*: every one), as long as the tenant's epoch stands. Granted again, it
+-- stands under the epoch of now. Returns the newest epoch, which is the last one that it covers.
+CREATE OR REPLACE FUNCTION fencepost.grant_principal(
+    p_principal text, p_tenant text, p_class text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_epoch bigint;
+BEGIN
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    PERFORM fencepost._require_identity('class', p_class);
+    PERFORM fencepost._change_principal(p_principal, p_version, p_actor, p_reason);
+    IF NOT EXISTS (SELECT FROM fencepost.principal AS p WHERE p.principal = p_principal) THEN
+        PERFORM fencepost._refuse('ZF003', 'there is no such principal', 'principal', 'register it first: fencepost authority principal add');
+    END IF;
+    SELECT i.epoch_counter INTO STRICT v_epoch FROM fencepost.installation AS i;
+    INSERT INTO fencepost.principal_grant (principal, tenant, class, epoch) VALUES (p_principal, p_tenant, p_class, v_epoch)
+    ON CONFLICT (principal, tenant, class) DO UPDATE SET epoch = v_epoch, since = clock_timestamp();
+    PERFORM fencepost._log_authority('granted', jsonb_build_object('principal', p_principal, 'tenant', p_tenant, 'class', p_class,
+        'epoch', v_epoch, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+    RETURN v_epoch;
+END $$;
+
+-- Takes grants back: those of this tenant and class, null for whatever it is (* is the grant for every one, and only that).
+-- Returns how many there were. No restore gives them back: it puts every tenant under an epoch that no grant covers.
+CREATE OR REPLACE FUNCTION fencepost.revoke_principal(
+    p_principal text, p_tenant text, p_class text, p_version bigint, p_actor text, p_reason text, p_evidence text)
+RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_count bigint;
+BEGIN
+    PERFORM fencepost._change_principal(p_principal, p_version, p_actor, p_reason);
+    DELETE FROM fencepost.principal_grant AS g
+    WHERE g.principal = p_principal AND g.tenant = coalesce(p_tenant, g.tenant) AND g.class = coalesce(p_class, g.class);
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    IF v_count > 0 THEN
+        PERFORM fencepost._log_authority('revoked', jsonb_build_object('principal', p_principal, 'tenant', p_tenant, 'class', p_class,
+            'grants', v_count, 'actor', p_actor, 'reason', p_reason, 'evidence', p_evidence));
+    END IF;
+    RETURN v_count;
+END $$;
+
+CREATE OR REPLACE FUNCTION fencepost._change_principal(p_principal text, p_version bigint, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM fencepost._require_identity('principal', p_principal);
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._change(p_version);
+    PERFORM fencepost._outdate();
+END $$;
 
 
 -- authority/recover.sql
@@ -1951,6 +2050,51 @@ CREATE OR REPLACE VIEW fencepost.status AS
     JOIN fencepost.job AS j ON j.tenant = o.tenant AND j.operation = o.operation AND j.class = k.class
     WHERE k.job_limit IS NOT NULL AND j.exec = 'running' AND j.generation = o.generation
     GROUP BY k.class, k.job_limit HAVING count(*) >= k.job_limit;
+
+
+-- authority/within.sql
+-- Refuses unless this principal may act for the tenant, on work of this class (null: of none in particular), and keeps that true
+-- until the caller's transaction ends: whatever changes authority waits for it. Writes nothing. Returns the tenant's epoch.
+-- Take it outside savepoints, before any domain write: rolling back to an earlier one gives the lock back.
+-- Locks: gate.
+CREATE OR REPLACE FUNCTION fencepost.within(p_principal text, p_tenant text, p_class text)
+RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_epoch bigint;
+    v_granted bigint;
+    v_restricted text;
+BEGIN
+    PERFORM fencepost._require_identity('principal', p_principal);
+    PERFORM fencepost._require_identity('tenant', p_tenant);
+    IF p_class IS NOT NULL THEN
+        PERFORM fencepost._require_identity('class', p_class);
+    END IF;
+    PERFORM fencepost._enter();
+    SELECT r.kind INTO v_restricted FROM fencepost.restriction AS r
+    WHERE r.kind = 'principal' AND r.subject = p_principal
+       OR r.kind = 'tenant' AND r.subject = p_tenant
+       OR r.kind = 'class' AND r.subject = p_class
+    ORDER BY r.kind LIMIT 1;
+    IF FOUND THEN
+        PERFORM fencepost._refuse('ZF061', 'the ' || v_restricted || ' is restricted', v_restricted,
+            'an authority admin may lift it: fencepost authority lift');
+    ELSIF NOT EXISTS (SELECT FROM fencepost.principal AS p
+                      WHERE p.principal = p_principal AND coalesce(p.login, session_user) = session_user) THEN
+        PERFORM fencepost._refuse('ZF061', 'it is no principal, or not one of this login', 'principal',
+            'an authority admin registers it: fencepost authority principal add');
+    END IF;
+    v_epoch := fencepost._epoch(p_tenant);
+    SELECT max(g.epoch) INTO v_granted FROM fencepost.principal_grant AS g
+    WHERE g.principal = p_principal AND g.tenant IN (p_tenant, '*') AND g.class IN (p_class, '*');
+    IF v_granted IS NULL THEN
+        PERFORM fencepost._refuse('ZF061', 'this was not granted to the principal', 'grant',
+            'an authority admin may grant it: fencepost authority principal grant');
+    ELSIF v_granted < v_epoch THEN
+        PERFORM fencepost._refuse('ZF020', 'it was granted under an older epoch of the tenant', 'epoch',
+            'an authority admin may grant it anew: fencepost authority principal grant');
+    END IF;
+    RETURN v_epoch;
+END $$;
 
 
 -- effects/begin_effect.sql
@@ -2808,7 +2952,7 @@ CREATE OR REPLACE VIEW fencepost.dead_letters AS
            d.coordinates, 'sha256-v1:' || encode(substr(d.stored_meaning, 2), 'hex') AS stored_meaning,
            'sha256-v1:' || encode(substr(d.arrived_meaning, 2), 'hex') AS arrived_meaning,
            'sha256:' || encode(d.content, 'hex') AS content, octet_length(d.payload) AS bytes, d.created_at, d.last_at,
-           d.due_at, d.takes, d.unhandled
+           d.due_at, d.takes, d.unhandled, d.released_epoch
     FROM fencepost.dead_letter AS d;
 
 
@@ -2844,6 +2988,47 @@ BEGIN
     PERFORM fencepost._decide_dead_letter('read_dead_letter', v_letter, p_actor, p_reason, 'read');
     headers := v_letter.headers;
     payload := v_letter.payload;
+END $$;
+
+
+-- inbox/old_epoch.sql
+-- What this installation accepted before a rotation: its consumers set it aside until an authority admin releases it.
+
+-- Whether an event is from here, of an epoch before the one that its tenant stands at now, and not released under that one.
+-- Of other installations' events the epoch is data. `source` is what the relay writes into every event of this installation.
+CREATE OR REPLACE FUNCTION fencepost._is_of_old_epoch(
+    p_tenant text, p_consumer text, p_source text, p_epoch bigint, p_event_id uuid, p_meaning bytea, p_coordinates text)
+RETURNS boolean LANGUAGE sql STABLE AS $$
+    SELECT EXISTS (SELECT FROM fencepost.installation AS i WHERE p_source = 'urn:fencepost:' || i.id)
+       AND p_epoch < fencepost._epoch(p_tenant)
+       AND NOT EXISTS (SELECT FROM fencepost.dead_letter AS d
+                       WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.event_id = p_event_id
+                         AND d.arrived_meaning = p_meaning AND d.released_epoch = fencepost._epoch(p_tenant))
+$$;
+
+-- Lets a delivery be handled under the epoch that its tenant stands at now, although it was accepted under an older one: its
+-- consumer handles it in its idle time, once. After another rotation it needs another release. What was reserved in a
+-- transaction of the caller's own is let in when it is delivered again. Waits at most five seconds while it is being handled.
+-- Locks: gate (ROW SHARE), so that the epoch stands still, then the letter.
+CREATE OR REPLACE FUNCTION fencepost.release_dead_letter(p_id bigint, p_actor text, p_reason text)
+RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '5s' AS $$
+DECLARE
+    v_letter fencepost.dead_letter;
+    v_epoch bigint;
+BEGIN
+    PERFORM fencepost._require_identity('actor', p_actor);
+    PERFORM fencepost._require_identity('reason', p_reason);
+    PERFORM fencepost._enter();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    v_letter := fencepost._lock_dead_letter(p_id);
+    IF v_letter.reason <> 'old_epoch' THEN
+        PERFORM fencepost._refuse('ZF003', 'it was not set aside for its epoch', 'epoch', 'retry it: fencepost deadletters retry');
+    END IF;
+    v_epoch := fencepost._epoch(v_letter.tenant);
+    UPDATE fencepost.dead_letter AS d SET released_epoch = v_epoch, takes = 0,
+        due_at = CASE WHEN d.coordinates ~ '^\["(kafka|rabbitmq)",' THEN clock_timestamp() END
+    WHERE d.id = p_id;
+    PERFORM fencepost._decide_dead_letter('release_dead_letter', v_letter, p_actor, p_reason, 'released under epoch ' || v_epoch);
 END $$;
 
 
@@ -3016,6 +3201,7 @@ END $$;
 -- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
 -- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
 -- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
+-- dead letter, not handled), old_epoch (nothing is known of it, and it is from here and of an epoch that is over: kept as a
 -- dead letter, not handled). Without headers and payload nothing can be kept: then alone says that nothing is recorded, and
 -- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout,
 -- or with p_wait_ms, which leaves lock_timeout as it was, and marks application_name until the transaction ends: the server
@@ -3029,6 +3215,7 @@ DECLARE
     v_meaning bytea;
     v_known bytea;
     v_epoch bigint;
+    v_in_force boolean;
     v_horizon timestamptz;
     v_settings text[];
     v_ignored text;
@@ -3078,11 +3265,16 @@ BEGIN
 
     INSERT INTO fencepost.reservation (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
     VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
-    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
+    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING
+    -- Nearly always true, and then the epoch is in force; a statement of its own would cost more than this whole insertion.
+    RETURNING (SELECT p_epoch >= i.epoch_counter OR p_source <> 'urn:fencepost:' || i.id FROM fencepost.installation AS i)
+    INTO v_in_force;
     IF FOUND THEN
         -- Nothing so young was ever forgotten: purges keep a grace period of an hour at least, behind a horizon that no clock
-        -- is ahead of.
-        IF p_event_time >= clock_timestamp() - interval '1 hour' THEN
+        -- is ahead of. And its epoch is in force, unless the insertion waited, or looked at an old snapshot: see below.
+        IF p_event_time >= clock_timestamp() - interval '1 hour' AND v_in_force
+           AND clock_timestamp() <= statement_timestamp() + interval '5 milliseconds'
+           AND current_setting('transaction_isolation') = 'read committed' THEN
             v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
             RETURN;
         END IF;
@@ -3091,9 +3283,20 @@ BEGIN
         IF current_setting('transaction_isolation') <> 'read committed' THEN
             -- This snapshot may be older than that: raises 40001 if the row came, or was changed, after it.
             INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+            -- And older than a rotation, which changes this row: the same.
+            INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
+            WHERE p_source = 'urn:fencepost:' || i.id ON CONFLICT DO NOTHING;
         END IF;
         SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
-        IF p_event_time < v_horizon THEN
+        -- Invariant: nothing from here stays reserved by a statement that begins after the commit of the rotation which ended its
+        -- epoch. Who began before that commit and ends after it is like a handler that was under way: an authority that was in
+        -- use already. Who has waited for another copy in between looks again all the same.
+        IF (NOT v_in_force OR clock_timestamp() > statement_timestamp() + interval '5 milliseconds')
+           AND fencepost._is_of_old_epoch(p_tenant, p_consumer, p_source, p_epoch, p_event_id, v_meaning, p_coordinates) THEN
+            DELETE FROM fencepost.reservation AS r
+            WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+            outcome := 'old_epoch';
+        ELSIF p_event_time < v_horizon THEN
             -- A type that is kept for ever has a horizon of its own, which is no younger.
             IF p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
                                         WHERE f.consumer = p_consumer AND f.type = p_type), v_horizon)
@@ -3132,6 +3335,10 @@ BEGIN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'conflict', 'operation',
             'the operation was already handled with another meaning', p_tenant, p_operation, p_type, p_version,
             p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
+    ELSIF outcome = 'old_epoch' THEN
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'old_epoch', 'epoch',
+            format('accepted here under epoch %s, and the tenant stands at epoch %s', p_epoch, fencepost._epoch(p_tenant)),
+            p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
     ELSE
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
@@ -3243,20 +3450,28 @@ BEGIN
     -- Invariant: as in reserve, the horizon is read by a statement after the insertion.
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+        INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
+        WHERE 'urn:fencepost:' || i.id = ANY (p_sources) ON CONFLICT DO NOTHING;
     END IF;
     SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
 
     -- Nearly every batch is new as a whole; the horizon of a type that is kept for ever is no younger.
-    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon) THEN
+    -- Invariant: so are the epochs, for it may have waited for another copy across a rotation (see reserve).
+    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon)
+       AND NOT EXISTS (SELECT FROM fencepost.installation AS i CROSS JOIN unnest(p_tenants, p_sources, p_epochs) AS u (t, s, p)
+                       WHERE u.s = 'urn:fencepost:' || i.id AND u.p < i.epoch_counter
+                         AND u.p < greatest(i.floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.t))) THEN
         RETURN QUERY SELECT u.n, 'reserved'::text, (v_arrivals ->> u.c)::integer, false
                      FROM unnest(p_coordinates) WITH ORDINALITY AS u (c, n);
         RETURN;
     END IF;
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
-            coalesce(u.at < coalesce(f.horizon, v_horizon), false) AS old, r.meaning, r.epoch
-        FROM unnest(p_coordinates, p_tenants, p_operations, p_types, p_epochs, v_meanings, p_event_times)
-             WITH ORDINALITY AS u (c, t, o, y, p, m, at, n)
+            coalesce(u.at < coalesce(f.horizon, v_horizon), false)
+            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch
+        FROM fencepost.installation AS i
+        CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, v_meanings, p_event_times)
+             WITH ORDINALITY AS u (c, t, o, y, s, p, m, at, n)
         LEFT JOIN fencepost.reservation AS r
             ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y
         LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = p_consumer AND f.type = u.y
@@ -3442,7 +3657,10 @@ BEGIN
     PERFORM fencepost._require_identity('reason', p_reason);
     PERFORM fencepost._enter();
     v_letter := fencepost._lock_dead_letter(p_id);
-    IF v_letter.coordinates !~ '^\["(kafka|rabbitmq)",' THEN
+    IF v_letter.reason = 'old_epoch' THEN
+        PERFORM fencepost._refuse('ZF003', 'it was accepted under an older epoch of this installation', 'epoch',
+            'an authority admin may release it: fencepost deadletters release; or discard it');
+    ELSIF v_letter.coordinates !~ '^\["(kafka|rabbitmq)",' THEN
         PERFORM fencepost._refuse('ZF003', 'it was reserved by a caller with a transaction of its own', 'coordinates',
             'have its sender deliver it again, or discard it');
     ELSIF coalesce(p_unhandled, false) <> (v_letter.reason = 'before_horizon') THEN
@@ -3497,6 +3715,7 @@ BEGIN
         ORDER BY d.last_at DESC, d.id DESC LIMIT 1;
         UPDATE fencepost.dead_letter AS d
         SET due_at = NULL, unhandled = d.unhandled OR v_letter.unhandled,
+            released_epoch = greatest(d.released_epoch, v_letter.released_epoch),
             attempts = d.attempts + CASE WHEN d.id = p_id THEN 0 ELSE v_letter.attempts END
         WHERE d.id = v_youngest;
     END IF;
@@ -3613,38 +3832,50 @@ BEGIN
     RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'priorities', v_priorities);
 END $$;
 
--- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, or is held under an old epoch:
--- its release points to it again), among the first of it.
+-- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, released under another epoch, or
+-- is held under an old one: its release points to it again), among the first of it, and further on where all of these were such.
 -- In a class that is fair, marks those from transactions that began before it was.
 CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
-RETURNS void LANGUAGE sql AS $$
-    -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
-    DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
-        SELECT a.ctid FROM fencepost.agenda AS a
-        LEFT JOIN LATERAL (
-            SELECT i.exec, i.generation, i.priority, i.run_at, i.epoch FROM fencepost.job AS i
-            WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
-        WHERE a.ctid = ANY (ARRAY(
-            SELECT h.ctid FROM fencepost.agenda AS h
-            WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
-          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
-               AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
-        FOR UPDATE OF a SKIP LOCKED));
+RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_limit integer;
+    v_count integer;
+BEGIN
+    FOREACH v_limit IN ARRAY ARRAY[100, 10000] LOOP
+        -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
+        DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
+            SELECT a.ctid FROM fencepost.agenda AS a
+            LEFT JOIN LATERAL (
+                SELECT i.exec, i.generation, i.priority, i.run_at, i.epoch FROM fencepost.job AS i
+                WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
+            WHERE a.ctid = ANY (ARRAY(
+                SELECT h.ctid FROM fencepost.agenda AS h
+                WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT v_limit))
+              AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
+                   AND j.epoch = a.epoch AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
+            FOR UPDATE OF a SKIP LOCKED));
+        GET DIAGNOSTICS v_count = ROW_COUNT;
+        EXIT WHEN v_count < v_limit;
+    END LOOP;
     UPDATE fencepost.agenda AS x SET fair_class = p_class WHERE x.ctid = ANY (ARRAY(
         SELECT a.ctid FROM fencepost.agenda AS a
         WHERE a.fair_class IS NULL AND a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
             WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 1000))
         FOR UPDATE OF a SKIP LOCKED))
-      AND (SELECT k.fair FROM fencepost.job_class AS k WHERE k.class = p_class)
-$$;
+      AND (SELECT k.fair FROM fencepost.job_class AS k WHERE k.class = p_class);
+END $$;
 
 
 -- jobs/append_only.sql
--- History stays: these tables take inserts only, from anybody; rows of some may leave for the archive (see archive).
+-- History stays: these tables take inserts only, from anybody. Where a trigger looks at each row that goes, it may go to the archive.
 CREATE OR REPLACE FUNCTION fencepost._append_only()
 RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
+    IF TG_OP = 'DELETE' AND current_setting('fencepost.archiving', true) = pg_current_xact_id()::text
+       AND EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = TG_RELID AND t.tgname = 'archived_only' AND t.tgenabled = 'O') THEN
+        RETURN NULL;
+    END IF;
     PERFORM fencepost._refuse('ZF003', TG_TABLE_NAME || ' is append-only', TG_TABLE_NAME, 'history is never changed');
     RETURN NULL;
 END $$;
@@ -3668,10 +3899,8 @@ BEGIN
                                    'job_event', 'archive'] LOOP
         IF NOT EXISTS (SELECT FROM pg_trigger
                        WHERE tgrelid = format('fencepost.%I', v_table)::regclass AND tgname = 'append_only') THEN
-            EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR %s TRUNCATE ON fencepost.%I '
-                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()',
-                CASE WHEN v_table NOT IN ('attempt', 'staged', 'publication', 'signal', 'result', 'job_event') THEN 'DELETE OR' END,
-                v_table);
+            EXECUTE format('CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON fencepost.%I '
+                           'FOR EACH STATEMENT EXECUTE FUNCTION fencepost._append_only()', v_table);
         END IF;
     END LOOP;
     FOREACH v_table IN ARRAY ARRAY['job', 'slot'] LOOP
@@ -3801,6 +4030,8 @@ BEGIN
         IF v_jobs.tenants IS NOT NULL THEN
             archived := cardinality(v_jobs.tenants);
             PERFORM fencepost._make_archive();
+            -- Tells append_only that rows may go; archived_only looks at each of them, whoever says so.
+            PERFORM set_config('fencepost.archiving', pg_current_xact_id()::text, true);
             INSERT INTO fencepost.archive (archived_at, tenant, operation, class, kind, content)
             SELECT now(), j.tenant, j.operation, j.class, 'job', to_jsonb(j)
             FROM unnest(v_jobs.tenants, v_jobs.operations, v_jobs.classes) AS u (tenant, operation, class)

@@ -39,9 +39,12 @@ ALTER TABLE fencepost.dead_letter
     ADD COLUMN last_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     ADD COLUMN due_at timestamptz,
     ADD COLUMN takes integer NOT NULL DEFAULT 0,
-    ADD COLUMN unhandled boolean NOT NULL DEFAULT false;
+    ADD COLUMN unhandled boolean NOT NULL DEFAULT false,
+    ADD COLUMN released_epoch bigint;
 COMMENT ON COLUMN fencepost.dead_letter.unhandled IS
   'An operator has said that this event was not handled before its history was purged: it may be handled, although it is old.';
+COMMENT ON COLUMN fencepost.dead_letter.released_epoch IS
+  'The epoch that its tenant stood at when an authority admin released it: it may be handled under that one, although it is of an older.';
 CREATE INDEX dead_letter_due ON fencepost.dead_letter (consumer, due_at) WHERE due_at IS NOT NULL;
 
 ALTER TABLE fencepost.decision DROP CONSTRAINT decision_kind_check;

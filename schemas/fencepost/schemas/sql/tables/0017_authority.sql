@@ -44,6 +44,24 @@ CREATE TABLE fencepost.restriction (
     PRIMARY KEY (kind, subject)
 );
 
+-- Who acts without a job. login: whose sessions alone may act as it; null: of any login that may ask.
+CREATE TABLE fencepost.principal (
+    principal text PRIMARY KEY,
+    login     text,
+    since     timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- tenant, class: * is every one. epoch: the newest that anybody had when it was granted; a tenant that got a newer one since,
+-- by rotation or recovery, is not covered any more.
+CREATE TABLE fencepost.principal_grant (
+    principal text NOT NULL REFERENCES fencepost.principal,
+    tenant    text NOT NULL,
+    class     text NOT NULL,
+    epoch     bigint NOT NULL,
+    since     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (principal, tenant, class)
+);
+
 -- sealed_start: when the server was started on which the seal was written; a seal is broken by arming elsewhere or on purpose.
 ALTER TABLE fencepost.tip ADD COLUMN sealed_start timestamptz;
 

@@ -12,6 +12,12 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
            CASE r.kind WHEN 'tenant' THEN r.subject END, CASE r.kind WHEN 'class' THEN r.subject END, 1, r.since
     FROM fencepost.restriction AS r
     UNION ALL
+    -- One for every tenant counts here once no tenant is left that it covers.
+    SELECT 'grant of an old epoch: ' || g.principal, 'authority admin', g.tenant, g.class, 1, g.since
+    FROM fencepost.principal_grant AS g
+    CROSS JOIN fencepost.installation AS i LEFT JOIN fencepost.tenant AS t ON t.tenant = g.tenant
+    WHERE g.epoch < greatest(i.floor, t.epoch)
+    UNION ALL
     (SELECT CASE WHEN j.exec = 'poison' THEN 'poison'
                  WHEN j.suspect AND NOT coalesce(k.policy = 'strict' AND j.applied_effects > 0, false) THEN 'effects suspect'
                  ELSE 'can resume' END AS what,
@@ -31,6 +37,9 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     UNION ALL
     SELECT 'effect unknown', e.assignee, e.tenant, e.class, count(*), min(e.unknown_since)
     FROM fencepost.effect AS e WHERE e.state = 'unknown' GROUP BY e.assignee, e.tenant, e.class
+    UNION ALL
+    SELECT 'event of an old epoch', 'authority admin', d.tenant, NULL, count(*), min(d.created_at)
+    FROM fencepost.dead_letter AS d WHERE d.reason = 'old_epoch' AND d.due_at IS NULL GROUP BY d.tenant
     UNION ALL
     SELECT 'begun, and its job is lost', 'operator', b.tenant, b.class, count(*), min(b.found_at)
     FROM fencepost.lost_begin AS b

@@ -4,5 +4,5 @@ CREATE OR REPLACE VIEW fencepost.dead_letters AS
            d.coordinates, 'sha256-v1:' || encode(substr(d.stored_meaning, 2), 'hex') AS stored_meaning,
            'sha256-v1:' || encode(substr(d.arrived_meaning, 2), 'hex') AS arrived_meaning,
            'sha256:' || encode(d.content, 'hex') AS content, octet_length(d.payload) AS bytes, d.created_at, d.last_at,
-           d.due_at, d.takes, d.unhandled
+           d.due_at, d.takes, d.unhandled, d.released_epoch
     FROM fencepost.dead_letter AS d;

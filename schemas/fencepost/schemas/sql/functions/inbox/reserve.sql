@@ -43,6 +43,7 @@ END $$;
 -- Reserves an operation for a consumer inside the handler's transaction: committed with its changes or not at all.
 -- outcome: reserved (handle it), duplicate (already handled with this meaning), conflict (kept as a dead letter with
 -- both meanings, not handled), before_horizon (nothing is known of it and it is older than what is remembered: kept as a
+-- dead letter, not handled), old_epoch (nothing is known of it, and it is from here and of an epoch that is over: kept as a
 -- dead letter, not handled). Without headers and payload nothing can be kept: then alone says that nothing is recorded, and
 -- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout,
 -- or with p_wait_ms, which leaves lock_timeout as it was, and marks application_name until the transaction ends: the server
@@ -56,6 +57,7 @@ DECLARE
     v_meaning bytea;
     v_known bytea;
     v_epoch bigint;
+    v_in_force boolean;
     v_horizon timestamptz;
     v_settings text[];
     v_ignored text;
@@ -105,11 +107,16 @@ BEGIN
 
     INSERT INTO fencepost.reservation (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
     VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
-    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING;
+    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING
+    -- Nearly always true, and then the epoch is in force; a statement of its own would cost more than this whole insertion.
+    RETURNING (SELECT p_epoch >= i.epoch_counter OR p_source <> 'urn:fencepost:' || i.id FROM fencepost.installation AS i)
+    INTO v_in_force;
     IF FOUND THEN
         -- Nothing so young was ever forgotten: purges keep a grace period of an hour at least, behind a horizon that no clock
-        -- is ahead of.
-        IF p_event_time >= clock_timestamp() - interval '1 hour' THEN
+        -- is ahead of. And its epoch is in force, unless the insertion waited, or looked at an old snapshot: see below.
+        IF p_event_time >= clock_timestamp() - interval '1 hour' AND v_in_force
+           AND clock_timestamp() <= statement_timestamp() + interval '5 milliseconds'
+           AND current_setting('transaction_isolation') = 'read committed' THEN
             v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
             RETURN;
         END IF;
@@ -118,9 +125,20 @@ BEGIN
         IF current_setting('transaction_isolation') <> 'read committed' THEN
             -- This snapshot may be older than that: raises 40001 if the row came, or was changed, after it.
             INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+            -- And older than a rotation, which changes this row: the same.
+            INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
+            WHERE p_source = 'urn:fencepost:' || i.id ON CONFLICT DO NOTHING;
         END IF;
         SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
-        IF p_event_time < v_horizon THEN
+        -- Invariant: nothing from here stays reserved by a statement that begins after the commit of the rotation which ended its
+        -- epoch. Who began before that commit and ends after it is like a handler that was under way: an authority that was in
+        -- use already. Who has waited for another copy in between looks again all the same.
+        IF (NOT v_in_force OR clock_timestamp() > statement_timestamp() + interval '5 milliseconds')
+           AND fencepost._is_of_old_epoch(p_tenant, p_consumer, p_source, p_epoch, p_event_id, v_meaning, p_coordinates) THEN
+            DELETE FROM fencepost.reservation AS r
+            WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+            outcome := 'old_epoch';
+        ELSIF p_event_time < v_horizon THEN
             -- A type that is kept for ever has a horizon of its own, which is no younger.
             IF p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
                                         WHERE f.consumer = p_consumer AND f.type = p_type), v_horizon)
@@ -159,6 +177,10 @@ BEGIN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'conflict', 'operation',
             'the operation was already handled with another meaning', p_tenant, p_operation, p_type, p_version,
             p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
+    ELSIF outcome = 'old_epoch' THEN
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'old_epoch', 'epoch',
+            format('accepted here under epoch %s, and the tenant stands at epoch %s', p_epoch, fencepost._epoch(p_tenant)),
+            p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
     ELSE
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',

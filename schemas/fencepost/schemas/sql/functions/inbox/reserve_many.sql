@@ -99,20 +99,28 @@ BEGIN
     -- Invariant: as in reserve, the horizon is read by a statement after the insertion.
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+        INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
+        WHERE 'urn:fencepost:' || i.id = ANY (p_sources) ON CONFLICT DO NOTHING;
     END IF;
     SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
 
     -- Nearly every batch is new as a whole; the horizon of a type that is kept for ever is no younger.
-    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon) THEN
+    -- Invariant: so are the epochs, for it may have waited for another copy across a rotation (see reserve).
+    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon)
+       AND NOT EXISTS (SELECT FROM fencepost.installation AS i CROSS JOIN unnest(p_tenants, p_sources, p_epochs) AS u (t, s, p)
+                       WHERE u.s = 'urn:fencepost:' || i.id AND u.p < i.epoch_counter
+                         AND u.p < greatest(i.floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.t))) THEN
         RETURN QUERY SELECT u.n, 'reserved'::text, (v_arrivals ->> u.c)::integer, false
                      FROM unnest(p_coordinates) WITH ORDINALITY AS u (c, n);
         RETURN;
     END IF;
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
-            coalesce(u.at < coalesce(f.horizon, v_horizon), false) AS old, r.meaning, r.epoch
-        FROM unnest(p_coordinates, p_tenants, p_operations, p_types, p_epochs, v_meanings, p_event_times)
-             WITH ORDINALITY AS u (c, t, o, y, p, m, at, n)
+            coalesce(u.at < coalesce(f.horizon, v_horizon), false)
+            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch
+        FROM fencepost.installation AS i
+        CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, v_meanings, p_event_times)
+             WITH ORDINALITY AS u (c, t, o, y, s, p, m, at, n)
         LEFT JOIN fencepost.reservation AS r
             ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y
         LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = p_consumer AND f.type = u.y

@@ -34,7 +34,10 @@ BEGIN
     PERFORM fencepost._require_identity('reason', p_reason);
     PERFORM fencepost._enter();
     v_letter := fencepost._lock_dead_letter(p_id);
-    IF v_letter.coordinates !~ '^\["(kafka|rabbitmq)",' THEN
+    IF v_letter.reason = 'old_epoch' THEN
+        PERFORM fencepost._refuse('ZF003', 'it was accepted under an older epoch of this installation', 'epoch',
+            'an authority admin may release it: fencepost deadletters release; or discard it');
+    ELSIF v_letter.coordinates !~ '^\["(kafka|rabbitmq)",' THEN
         PERFORM fencepost._refuse('ZF003', 'it was reserved by a caller with a transaction of its own', 'coordinates',
             'have its sender deliver it again, or discard it');
     ELSIF coalesce(p_unhandled, false) <> (v_letter.reason = 'before_horizon') THEN
@@ -89,6 +92,7 @@ BEGIN
         ORDER BY d.last_at DESC, d.id DESC LIMIT 1;
         UPDATE fencepost.dead_letter AS d
         SET due_at = NULL, unhandled = d.unhandled OR v_letter.unhandled,
+            released_epoch = greatest(d.released_epoch, v_letter.released_epoch),
             attempts = d.attempts + CASE WHEN d.id = p_id THEN 0 ELSE v_letter.attempts END
         WHERE d.id = v_youngest;
     END IF;

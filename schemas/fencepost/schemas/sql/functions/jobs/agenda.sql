@@ -106,28 +106,36 @@ BEGIN
     RETURN jsonb_build_object('noted', v_now, 'xid', pg_current_xact_id()::text, 'priorities', v_priorities);
 END $$;
 
--- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, or is held under an old epoch:
--- its release points to it again), among the first of it.
+-- Removes pointers of a priority that no longer fit their job (it was cancelled, queued anew, released under another epoch, or
+-- is held under an old one: its release points to it again), among the first of it, and further on where all of these were such.
 -- In a class that is fair, marks those from transactions that began before it was.
 CREATE OR REPLACE FUNCTION fencepost._forget_pointers(p_class text, p_priority integer, p_mark timestamptz, p_now timestamptz)
-RETURNS void LANGUAGE sql AS $$
-    -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
-    DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
-        SELECT a.ctid FROM fencepost.agenda AS a
-        LEFT JOIN LATERAL (
-            SELECT i.exec, i.generation, i.priority, i.run_at, i.epoch FROM fencepost.job AS i
-            WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
-        WHERE a.ctid = ANY (ARRAY(
-            SELECT h.ctid FROM fencepost.agenda AS h
-            WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 100))
-          AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
-               AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
-        FOR UPDATE OF a SKIP LOCKED));
+RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_limit integer;
+    v_count integer;
+BEGIN
+    FOREACH v_limit IN ARRAY ARRAY[100, 10000] LOOP
+        -- Invariant: a pointer that was stale in one snapshot stays so; a job queued since then has another.
+        DELETE FROM fencepost.agenda AS x WHERE x.ctid = ANY (ARRAY(
+            SELECT a.ctid FROM fencepost.agenda AS a
+            LEFT JOIN LATERAL (
+                SELECT i.exec, i.generation, i.priority, i.run_at, i.epoch FROM fencepost.job AS i
+                WHERE i.tenant = a.tenant AND i.operation = a.operation AND i.class = a.class OFFSET 0) AS j ON true
+            WHERE a.ctid = ANY (ARRAY(
+                SELECT h.ctid FROM fencepost.agenda AS h
+                WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT v_limit))
+              AND (j.exec = 'queued' AND j.generation = a.generation AND j.priority = a.priority AND j.run_at <= p_now
+                   AND j.epoch = a.epoch AND j.epoch >= fencepost._epoch(a.tenant)) IS NOT TRUE
+            FOR UPDATE OF a SKIP LOCKED));
+        GET DIAGNOSTICS v_count = ROW_COUNT;
+        EXIT WHEN v_count < v_limit;
+    END LOOP;
     UPDATE fencepost.agenda AS x SET fair_class = p_class WHERE x.ctid = ANY (ARRAY(
         SELECT a.ctid FROM fencepost.agenda AS a
         WHERE a.fair_class IS NULL AND a.ctid = ANY (ARRAY(
             SELECT h.ctid FROM fencepost.agenda AS h
             WHERE h.class = p_class AND h.priority = p_priority AND h.due >= p_mark AND h.due <= p_now ORDER BY h.due LIMIT 1000))
         FOR UPDATE OF a SKIP LOCKED))
-      AND (SELECT k.fair FROM fencepost.job_class AS k WHERE k.class = p_class)
-$$;
+      AND (SELECT k.fair FROM fencepost.job_class AS k WHERE k.class = p_class);
+END $$;

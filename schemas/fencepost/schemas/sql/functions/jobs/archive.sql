@@ -114,6 +114,8 @@ BEGIN
         IF v_jobs.tenants IS NOT NULL THEN
             archived := cardinality(v_jobs.tenants);
             PERFORM fencepost._make_archive();
+            -- Tells append_only that rows may go; archived_only looks at each of them, whoever says so.
+            PERFORM set_config('fencepost.archiving', pg_current_xact_id()::text, true);
             INSERT INTO fencepost.archive (archived_at, tenant, operation, class, kind, content)
             SELECT now(), j.tenant, j.operation, j.class, 'job', to_jsonb(j)
             FROM unnest(v_jobs.tenants, v_jobs.operations, v_jobs.classes) AS u (tenant, operation, class)
