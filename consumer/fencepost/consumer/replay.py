@@ -29,7 +29,7 @@ from fencepost.consumer.newest import Newest
 from fencepost.consumer.projection import Projection
 from fencepost.consumer.shadow import Shadow
 from fencepost.schemas import grants, privileges
-from fencepost.schemas.contract import connect
+from fencepost.schemas.connect import connect
 from fencepost.schemas.envelope import Envelope
 from fencepost.schemas.errors import CommitWasRollback, FencepostError, ReplayRefused, Undecodable
 from fencepost.schemas.event import Event
