@@ -288,7 +288,7 @@ def test_the_command_counts_and_removes_orphans_of_a_bucket(
     for each in (kept, old):
         buckets.aged(each.object)
     place = ("--bucket", bucket(buckets), "--prefix", PREFIX)
-    assert json.loads(orphaned(*place).out) == {"objects": 2, "orphans": 1, "removed": 0, "temporary": 0}
+    assert json.loads(orphaned(*place).out) == {"objects": 2, "orphans": 1, "removed": 0, "temporary": 0, "doubtful": 0}
     assert json.loads(orphaned(*place, "--remove").out)["removed"] == 1
     assert [name for name, _ in store.names()] == [kept.object]
     for wrong, field in (((), "folder"), ((*place, "--folder", "x"), "folder"), (place[:2], "prefix")):
