@@ -371,7 +371,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=("kafka", "rabbitmq"), help="these brokers instead of all")
     parser.add_argument("--events", type=int, default=2000, help="messages of one measurement")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each comparison")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of each comparison")
     parser.add_argument("--seconds", type=float, default=60.0, help="longest time of one measurement")
     parser.add_argument("--gate", action="store_true", help="exit with 1 when a bound is missed")
     parser.add_argument("--major", default="18", help="PostgreSQL version to obtain")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Generator, Hashable
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Hashable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 __all__ = ["AsyncCopies", "Copies"]
@@ -28,23 +28,44 @@ class Copies:
         self._guard = threading.Lock()
         self._turns: dict[Hashable, _Turn] = {}
 
-    @contextmanager
-    def turn(self, key: Hashable, seconds: float) -> Generator[bool, None, None]:
+    def turn(self, key: Hashable, seconds: float) -> _Waiting:
         """True while it is this caller's turn; False when it did not come within ``seconds``."""
+        return _Waiting(self._guard, self._turns, key, seconds)
+
+
+class _Waiting:
+    """One caller's turn. A class, because it is on the way of every message, and a generator costs twice as much."""
+
+    __slots__ = ("_guard", "_key", "_mine", "_seconds", "_turn", "_turns")
+
+    def __init__(self, guard: threading.Lock, turns: dict[Hashable, _Turn], key: Hashable, seconds: float) -> None:
+        self._guard = guard
+        self._turns = turns
+        self._key = key
+        self._seconds = seconds
+        self._mine = False
+
+    def __enter__(self) -> bool:
         with self._guard:
-            turn = self._turns.setdefault(key, _Turn())
+            turn = self._turns.get(self._key)
+            if turn is None:
+                turn = self._turns[self._key] = _Turn()
             turn.users += 1
-        mine = False
+        self._turn = turn
         try:
-            mine = turn.lock.acquire(timeout=seconds)
-            yield mine
-        finally:
-            if mine:
-                turn.lock.release()
-            with self._guard:
-                turn.users -= 1
-                if not turn.users:
-                    del self._turns[key]
+            self._mine = turn.lock.acquire(timeout=self._seconds)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._mine
+
+    def __exit__(self, *error: object) -> None:
+        if self._mine:
+            self._turn.lock.release()
+        with self._guard:
+            self._turn.users -= 1
+            if not self._turn.users:
+                del self._turns[self._key]
 
 
 @dataclass(slots=True)

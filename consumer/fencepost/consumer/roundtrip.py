@@ -46,6 +46,7 @@ class Unprepared(Exception):
 
 
 _NEVER = -1
+_RESERVED = {str(each): each for each in Reserved}
 _uses: WeakKeyDictionary[Connection[Any] | AsyncConnection[Any], int] = WeakKeyDictionary()
 
 
@@ -76,7 +77,7 @@ def reserving(
     mark = pgconn.parameter_status(b"application_name")
     # A name that is the mark already, or is not reported, tells nothing.
     return Reservation(
-        Reserved(outcome),
+        _RESERVED[outcome],
         int(arrivals),
         other_epoch == "t",
         (answer.get_value(0, 1) or b"").decode(),

@@ -180,6 +180,8 @@ def beginning(conn: Connection[Any] | AsyncConnection[Any]) -> list[bytes]:
     """
     if conn.pgconn.transaction_status != TransactionStatus.IDLE:
         return []
+    if conn.isolation_level is None and conn.read_only is None and conn.deferrable is None:
+        return [b"BEGIN"]
     words = ["BEGIN"]
     if conn.isolation_level is not None:
         words.append(f"ISOLATION LEVEL {conn.isolation_level.name.replace('_', ' ')}")
