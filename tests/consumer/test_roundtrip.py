@@ -11,10 +11,12 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import AsyncConnection, Connection, IsolationLevel
+from pydantic import field_validator
 
 from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.inbox import inbox
 from fencepost.consumer.outcomes import Busy, Handled, Outcome
+from fencepost.schemas.event import Event
 from support.database import Database
 from support.deliveries import Submitted, envelope, from_kafka
 from support.wire import listening
@@ -166,6 +168,44 @@ async def test_a_copy_that_is_still_handled_elsewhere_leaves_the_connection_as_i
             other.rollback()
         assert (await here.handle(from_kafka(sent, 101))).outcome is Outcome.HANDLED
     assert counted(domain18) == TIMES + 1
+
+
+class Odd(Event, type="test.odd", version=1):
+    """An event whose class has a bug."""
+
+    document: str
+
+    @field_validator("document")
+    @classmethod
+    def _odd(cls, value: str) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("threshold", [0, None])
+@run
+async def test_a_bug_in_the_reading_of_content_leaves_nothing_and_the_connection_as_it_was(
+    domain18: Database, kind: str, threshold: int | None
+) -> None:
+    @inbox(consumer="odd")
+    def odd(tx: Connection[Any], event: Odd) -> None:
+        raise AssertionError
+
+    @inbox(consumer="odd")
+    async def odd_async(tx: AsyncConnection[Any], event: Odd) -> None:
+        raise AssertionError
+
+    delivery = from_kafka(envelope(type="test.odd", payload=b'{"document": "a"}'))
+    async with handling(domain18, kind, threshold) as here:
+        assert (await here.handle(arriving(1))).outcome is Outcome.HANDLED
+        with pytest.raises(ZeroDivisionError):
+            if kind == "sync":
+                odd.handle(here.conn, delivery)
+            else:
+                await odd_async.handle(here.conn, delivery)
+        assert await here.sql("SELECT count(*) FROM fencepost.delivery WHERE consumer = 'odd'") == [(0,)]
+        assert (await here.handle(arriving(2))).outcome is Outcome.HANDLED
+    assert counted(domain18) == 2
 
 
 def test_the_isolation_that_a_handler_asks_for_is_that_of_a_prepared_reservation(domain18: Database) -> None:

@@ -67,6 +67,14 @@ T = TypeVar("T")
 H = TypeVar("H", bound=Callable[..., object])
 
 
+class _Unreadable(Exception):
+    """The content cannot be read, which was found out while the operation was reserved: that is taken back."""
+
+    def __init__(self, error: Undecodable) -> None:
+        super().__init__()
+        self.error = error
+
+
 class _Inbox(Generic[H]):
     """What sync and async inboxes have in common: the handler, how it is fed, and the rules of a transaction."""
 
@@ -132,14 +140,21 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
 
     def _handle(self, transactions: Transactions, delivery: Delivery) -> Handled:
         try:
-            arrived = self.reading.read(delivery)
+            arrived = Arrived(*self.reading.verified(delivery))
         except Undecodable as error:
-            with transactions.begin() as begun:
-                return dead_letters.undecodable(begun.conn, self.consumer, delivery, error)
+            return self._set_aside(transactions, delivery, error)
         with self._copies.turn(_identity(arrived), self.wait_seconds) as mine:
             if not mine:
                 raise self._busy(arrived)
-            return self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
+            try:
+                return self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
+            except _Unreadable as found:
+                unreadable = found.error
+        return self._set_aside(transactions, delivery, unreadable)
+
+    def _set_aside(self, transactions: Transactions, delivery: Delivery, error: Undecodable) -> Handled:
+        with transactions.begin() as begun:
+            return dead_letters.undecodable(begun.conn, self.consumer, delivery, error)
 
     def handle_many(self, database: Database, deliveries: Sequence[Delivery]) -> list[Handled | Unhandled]:
         """Handles a batch in one transaction; every `Handled` is committed when this returns, nothing of an `Unhandled` is.
@@ -190,9 +205,19 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
             conn = begun.conn
             opening = beginning(conn) + self._isolating
             try:
-                reservation = reserve(conn, self.consumer, arrived, delivery, self.wait_seconds, opening)
+                reservation = reserve(
+                    conn,
+                    self.consumer,
+                    arrived,
+                    delivery,
+                    self.wait_seconds,
+                    opening,
+                    lambda: self.reading.finish(arrived),
+                )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
+            if arrived.unreadable is not None:
+                raise _Unreadable(arrived.unreadable)
             match reservation.outcome:
                 case Reserved.RESERVED:
                     self.handler(begun.tx, cast(E, arrived.argument))
@@ -233,14 +258,21 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
 
     async def _handle(self, transactions: AsyncTransactions, delivery: Delivery) -> Handled:
         try:
-            arrived = self.reading.read(delivery)
+            arrived = Arrived(*self.reading.verified(delivery))
         except Undecodable as error:
-            async with transactions.begin() as begun:
-                return await dead_letters.undecodable_async(begun.conn, self.consumer, delivery, error)
+            return await self._set_aside(transactions, delivery, error)
         async with self._async_copies.turn(_identity(arrived), self.wait_seconds) as mine:
             if not mine:
                 raise self._busy(arrived)
-            return await self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
+            try:
+                return await self._repeated(transactions, lambda: self._once(transactions, delivery, arrived))
+            except _Unreadable as found:
+                unreadable = found.error
+        return await self._set_aside(transactions, delivery, unreadable)
+
+    async def _set_aside(self, transactions: AsyncTransactions, delivery: Delivery, error: Undecodable) -> Handled:
+        async with transactions.begin() as begun:
+            return await dead_letters.undecodable_async(begun.conn, self.consumer, delivery, error)
 
     async def handle_many(self, database: AsyncDatabase, deliveries: Sequence[Delivery]) -> list[Handled | Unhandled]:
         """As `Inbox.handle_many`, for what `AsyncInbox.handle` takes."""
@@ -283,9 +315,19 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
             conn = begun.conn
             opening = beginning(conn) + self._isolating
             try:
-                reservation = await reserve_async(conn, self.consumer, arrived, delivery, self.wait_seconds, opening)
+                reservation = await reserve_async(
+                    conn,
+                    self.consumer,
+                    arrived,
+                    delivery,
+                    self.wait_seconds,
+                    opening,
+                    lambda: self.reading.finish(arrived),
+                )
             except psycopg.errors.LockNotAvailable:
                 raise self._busy(arrived) from None
+            if arrived.unreadable is not None:
+                raise _Unreadable(arrived.unreadable)
             match reservation.outcome:
                 case Reserved.RESERVED:
                     await self.handler(begun.tx, cast(E, arrived.argument))

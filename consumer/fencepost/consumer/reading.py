@@ -27,13 +27,14 @@ class Arriving(Protocol):
     def envelope(self) -> Envelope: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrived:
-    """A delivery that could be read: its envelope with a verified digest, its binding, and what the handler is given."""
+    """A delivery whose digest is right, its binding, and once it was read what the handler is given, or why it cannot be."""
 
     envelope: Envelope
     binding: str
-    argument: Event | Envelope
+    argument: Event | Envelope | None = None
+    unreadable: Undecodable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,14 @@ class Reading:
         """Envelope, digest, then content; Undecodable at the first that fails."""
         envelope, binding = self.verified(delivery)
         return Arrived(envelope, binding, self.argument(envelope))
+
+    def finish(self, arrived: Arrived) -> None:
+        """Reads the content, which may be left to when there is time for it."""
+        if arrived.argument is None and arrived.unreadable is None:
+            try:
+                arrived.argument = self.argument(arrived.envelope)
+            except Undecodable as error:
+                arrived.unreadable = error
 
     def verified(self, delivery: Arriving) -> tuple[Envelope, str]:
         """The envelope, its digest verified, and its binding; or Undecodable."""

@@ -208,12 +208,13 @@ class _Build:
         if (batch := next(batches, None)) is None:
             return None
         read = _Read(batch)
-        takes, reading = self._projection.takes, self._projection.reading.read
+        takes, reading = self._projection.takes, self._projection.reading
         for record in batch.records:
             try:
                 envelope = record.envelope()
                 if takes(envelope.type):
-                    read.taken.append((record.partition, envelope, reading(record).argument))
+                    envelope.check()
+                    read.taken.append((record.partition, envelope, reading.argument(envelope)))
                 else:
                     read.passed_over[record.partition] += 1
             except Undecodable as error:

@@ -8,6 +8,7 @@ Locks: the reservation row. A concurrent copy waits for the first transaction; b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, LiteralString
 
 from psycopg import AsyncConnection, Connection
@@ -76,15 +77,17 @@ def reserve(
     delivery: Delivery,
     wait_seconds: float,
     opening: list[bytes],
+    meanwhile: Callable[[], None],
 ) -> Reservation:
     """As `reserve_in`, for a delivery that was read, in a transaction of the inbox's own; settles its dead letter.
 
     ``opening`` goes before it in the same round trip, and begins the transaction where nothing else has. Waits
-    ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was.
+    ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was. ``meanwhile`` runs while
+    the server is at it.
     """
     values = _waiting(consumer, arrived, delivery, wait_seconds)
     with conn.lock:
-        reservation = conn.wait(reserving(conn, opening, values))
+        reservation = conn.wait(reserving(conn, opening, values, meanwhile))
     if reservation is None:
         content = _content(arrived.envelope, delivery)
         with conn.cursor(row_factory=tuple_row) as cursor:
@@ -103,11 +106,12 @@ async def reserve_async(
     delivery: Delivery,
     wait_seconds: float,
     opening: list[bytes],
+    meanwhile: Callable[[], None],
 ) -> Reservation:
     """As `reserve`, for asyncio."""
     values = _waiting(consumer, arrived, delivery, wait_seconds)
     async with conn.lock:
-        reservation = await conn.wait(reserving(conn, opening, values))
+        reservation = await conn.wait(reserving(conn, opening, values, meanwhile))
     if reservation is None:
         content = _content(arrived.envelope, delivery)
         async with conn.cursor(row_factory=tuple_row) as cursor:

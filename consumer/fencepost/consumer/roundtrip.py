@@ -7,7 +7,7 @@ times as psycopg would take, a prepared statement in a pipeline, which the serve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, LiteralString
 from weakref import WeakKeyDictionary
 
@@ -51,20 +51,37 @@ _uses: WeakKeyDictionary[Connection[Any] | AsyncConnection[Any], int] = WeakKeyD
 
 
 def reserving(
-    conn: Connection[Any] | AsyncConnection[Any], opening: Sequence[bytes], values: dict[str, Any]
+    conn: Connection[Any] | AsyncConnection[Any],
+    opening: Sequence[bytes],
+    values: dict[str, Any],
+    meanwhile: Callable[[], None],
 ) -> PQGen[Reservation | None]:
-    """Reserves, after the statements of ``opening``; None for alone. For ``conn.wait``, under ``conn.lock``."""
-    pgconn = conn.pgconn
+    """Reserves, after the statements of ``opening``; None for alone. For ``conn.wait``, under ``conn.lock``.
+
+    ``meanwhile`` runs once all is sent; what it raises is raised when the answer was read.
+    """
+    pgconn, failed = conn.pgconn, list[BaseException]()
+
+    def between() -> None:
+        try:
+            meanwhile()
+        except BaseException as error:  # noqa: BLE001  # raised below: an answer is never left unread
+            failed.append(error)
+
     named = pgconn.parameter_status(b"application_name")
     threshold, uses = conn.prepare_threshold, _uses.get(conn, 0)
     if threshold is None or not threshold <= uses:
         _uses[conn] = uses + (uses != _NEVER)
         pgconn.send_query(b"; ".join([*opening, _in_words(conn, values)]))
+        pgconn.flush()
+        between()
         answer = (yield from execute(pgconn))[-1]
     else:
-        answer = yield from _piped(pgconn, opening, _encoded(conn, values), prepare=uses == threshold)
+        answer = yield from _piped(pgconn, opening, _encoded(conn, values), between, prepare=uses == threshold)
         if uses == threshold:
             _uses[conn] = threshold + 1
+    if failed:
+        raise failed[0]
     if answer.status != ExecStatus.TUPLES_OK:
         error = error_from_result(answer)
         if isinstance(error, (InvalidSqlStatementName, DuplicatePreparedStatement, FeatureNotSupported)):
@@ -85,7 +102,9 @@ def reserving(
     )
 
 
-def _piped(pgconn: PGconn, opening: Sequence[bytes], values: list[bytes], *, prepare: bool) -> PQGen[PGresult]:
+def _piped(
+    pgconn: PGconn, opening: Sequence[bytes], values: list[bytes], between: Callable[[], None], *, prepare: bool
+) -> PQGen[PGresult]:
     """The answer of the last statement, or of the first that was refused; the connection has left the pipeline again."""
     pgconn.enter_pipeline_mode()
     for statement in opening:
@@ -97,6 +116,7 @@ def _piped(pgconn: PGconn, opening: Sequence[bytes], values: list[bytes], *, pre
     while pgconn.flush():
         if (yield Wait.RW) & Wait.R:
             pgconn.consume_input()
+    between()
     answer: PGresult | None = None
     while True:
         while pgconn.is_busy():
