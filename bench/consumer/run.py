@@ -29,7 +29,7 @@ import aio_pika
 import psycopg
 from aio_pika.abc import AbstractIncomingMessage
 from bench.relay import stage
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Consumer, Message, Producer
 from psycopg import AsyncConnection, Connection
 
 from fencepost.consumer.delivery import Delivery
@@ -46,6 +46,8 @@ from support.wire import listening
 
 WAYS = ("without", "floor", "single", "batch")
 BATCH = 100
+# Before the time counts: a consumer's connection lives for hours, its first messages compile and prepare what the rest uses.
+WARM, WARM_BATCH = 50, 5
 TABLE: LiteralString = """
 CREATE TABLE report (tenant text, operation text, document text, changed_at timestamptz NOT NULL DEFAULT now(),
                      PRIMARY KEY (tenant, operation))"""
@@ -190,7 +192,7 @@ def kafka(bench: Bench, bootstrap: str) -> None:
     def measure(way: str, count: int, listen: bool) -> Run:
         prefix, topic = uuid.uuid4().hex[:8], stage.topic(bootstrap)
         producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "log_level": 0})
-        for each in events(prefix, count):
+        for each in events(prefix, WARM + count):
             key = kafka_binding.key(each.tenant, each.ordering_key)
             producer.produce(topic, each.payload, key, headers=list(kafka_binding.encode(each)))
         assert producer.flush(30) == 0
@@ -207,42 +209,47 @@ def kafka(bench: Bench, bootstrap: str) -> None:
         with psycopg.connect(bench.database.dsn, connect_timeout=10) as conn:
             conn.autocommit = True
             transactions = transactions_of(conn, on_submitted.handler)
-            until, done, first = time.monotonic() + bench.options.seconds, 0, consumer.consume(1, 30)
+            until = time.monotonic() + bench.options.seconds
+
+            def handle(arrived: list[Message]) -> int:
+                deliveries = [
+                    Delivery.from_kafka(
+                        cluster_id="bench",
+                        topic=topic,
+                        partition=0,
+                        offset=message.offset() or 0,
+                        headers=cast(Any, message.headers()),
+                        key=cast(bytes, message.key()),
+                        value=cast(bytes, message.value()),
+                    )
+                    for message in arrived
+                ]
+                match way:
+                    case "without" | "floor":
+                        for each in deliveries:
+                            read = on_submitted.reading.read(each)
+                            with conn.transaction():
+                                if way == "floor":
+                                    assert conn.execute(TAKE, taking(read, each)).fetchone() is not None
+                                on_submitted.handler(conn, cast(Submitted, read.argument))
+                    case "single":
+                        settled([on_submitted.handle(transactions, each) for each in deliveries])
+                    case _:
+                        settled(on_submitted.handle_many(transactions, deliveries))
+                if arrived:
+                    consumer.commit(message=arrived[-1], asynchronous=True)
+                if time.monotonic() > until:
+                    raise SystemExit("a measurement did not end in time")
+                return len(arrived)
+
+            done = handle(consumer.consume(1, 30))
+            while done < WARM:
+                done += handle(consumer.consume(min(WARM_BATCH, WARM - done), 0.05))
             with timed(conn, count, listen, found):
-                while done < count:
-                    arrived = first or consumer.consume(BATCH, 0.05)
-                    first = []
-                    deliveries = [
-                        Delivery.from_kafka(
-                            cluster_id="bench",
-                            topic=topic,
-                            partition=0,
-                            offset=message.offset() or 0,
-                            headers=cast(Any, message.headers()),
-                            key=cast(bytes, message.key()),
-                            value=cast(bytes, message.value()),
-                        )
-                        for message in arrived
-                    ]
-                    match way:
-                        case "without" | "floor":
-                            for each in deliveries:
-                                read = on_submitted.reading.read(each)
-                                with conn.transaction():
-                                    if way == "floor":
-                                        assert conn.execute(TAKE, taking(read, each)).fetchone() is not None
-                                    on_submitted.handler(conn, cast(Submitted, read.argument))
-                        case "single":
-                            settled([on_submitted.handle(transactions, each) for each in deliveries])
-                        case _:
-                            settled(on_submitted.handle_many(transactions, deliveries))
-                    if arrived:
-                        consumer.commit(message=arrived[-1], asynchronous=True)
-                    done += len(arrived)
-                    if time.monotonic() > until:
-                        raise SystemExit("a measurement did not end in time")
+                while done < WARM + count:
+                    done += handle(consumer.consume(min(BATCH, WARM + count - done), 0.05))
         consumer.close()
-        bench.require(prefix, count)
+        bench.require(prefix, WARM + count)
         return found[0]
 
     bench.compare("kafka", measure)
@@ -286,7 +293,7 @@ def rabbitmq(bench: Bench, url: str) -> None:
     async def consumed(way: str, count: int, listen: bool) -> Run:
         prefix = uuid.uuid4().hex[:8]
         queue = f"bench-{prefix}"
-        await filled(url, queue, prefix, count)
+        await filled(url, queue, prefix, WARM + count)
         found: list[Run] = []
         async with (
             await AsyncConnection.connect(bench.database.dsn, connect_timeout=10, autocommit=True) as conn,
@@ -294,44 +301,49 @@ def rabbitmq(bench: Bench, url: str) -> None:
             asyncio.timeout(bench.options.seconds),
         ):
             transactions = async_transactions_of(conn, on_submitted_async.handler)
-            first, done = [await messages.get()], 0
+
+            async def handle(most: int) -> int:
+                arrived = [await messages.get()]
+                while len(arrived) < most and not messages.empty():
+                    arrived.append(messages.get_nowait())
+                deliveries = [
+                    Delivery.from_rabbitmq(
+                        cluster="bench",
+                        vhost="/",
+                        queue=queue,
+                        message_id=message.message_id,
+                        headers=message.headers,
+                        content_type=message.content_type,
+                        body=message.body,
+                    )
+                    for message in arrived
+                ]
+                match way:
+                    case "without" | "floor":
+                        for each, message in zip(deliveries, arrived, strict=True):
+                            read = on_submitted_async.reading.read(each)
+                            async with conn.transaction():
+                                if way == "floor":
+                                    cursor = await conn.execute(TAKE, taking(read, each))
+                                    assert await cursor.fetchone() is not None
+                                await on_submitted_async.handler(conn, cast(Submitted, read.argument))
+                            await message.ack()
+                    case "single":
+                        for each, message in zip(deliveries, arrived, strict=True):
+                            settled([await on_submitted_async.handle(transactions, each)])
+                            await message.ack()
+                    case _:
+                        settled(await on_submitted_async.handle_many(transactions, deliveries))
+                        await arrived[-1].ack(multiple=True)
+                return len(arrived)
+
+            done = 0
+            while done < WARM:
+                done += await handle(min(WARM_BATCH, WARM - done))
             with timed(conn, count, listen, found):
-                while done < count:
-                    arrived = first or [await messages.get()]
-                    first = []
-                    while len(arrived) < BATCH and not messages.empty():
-                        arrived.append(messages.get_nowait())
-                    deliveries = [
-                        Delivery.from_rabbitmq(
-                            cluster="bench",
-                            vhost="/",
-                            queue=queue,
-                            message_id=message.message_id,
-                            headers=message.headers,
-                            content_type=message.content_type,
-                            body=message.body,
-                        )
-                        for message in arrived
-                    ]
-                    match way:
-                        case "without" | "floor":
-                            for each, message in zip(deliveries, arrived, strict=True):
-                                read = on_submitted_async.reading.read(each)
-                                async with conn.transaction():
-                                    if way == "floor":
-                                        cursor = await conn.execute(TAKE, taking(read, each))
-                                        assert await cursor.fetchone() is not None
-                                    await on_submitted_async.handler(conn, cast(Submitted, read.argument))
-                                await message.ack()
-                        case "single":
-                            for each, message in zip(deliveries, arrived, strict=True):
-                                settled([await on_submitted_async.handle(transactions, each)])
-                                await message.ack()
-                        case _:
-                            settled(await on_submitted_async.handle_many(transactions, deliveries))
-                            await arrived[-1].ack(multiple=True)
-                    done += len(arrived)
-        bench.require(prefix, count)
+                while done < WARM + count:
+                    done += await handle(min(BATCH, WARM + count - done))
+        bench.require(prefix, WARM + count)
         return found[0]
 
     bench.compare("rabbitmq", lambda way, count, listen: asyncio.run(consumed(way, count, listen)))
