@@ -103,6 +103,24 @@ def test_a_failure_keeps_to_the_delay_it_was_given_and_is_final_only_without_an_
         assert fail(conn, current, "why", final=True) == "blocked" and effect(conn, "state", "op-3") == "unknown"
 
 
+def test_the_budget_of_finishes_counts_for_a_job_that_has_something_to_finish_alone(database18: Database) -> None:
+    """As after a class became resumable, whose jobs have been finishing before."""
+    with database18.connect(autocommit=True) as conn:
+        for policy, applied, became in (
+            ("strict", 1, "poison"),
+            ("strict", 0, "queued"),
+            ("resumable", 1, "queued"),
+        ):
+            operation = f"{policy}-{applied}"
+            given(conn, operation, policy=policy, max_attempts=9, max_finishes=1)
+            job = claimed(conn, operation)
+            conn.execute(
+                "UPDATE fencepost.job SET finishes = 1, applied_effects = %(applied)s WHERE operation = %(operation)s",
+                {"applied": applied, "operation": operation},
+            )
+            assert fail(conn, job.fence, "why") == became
+
+
 def test_what_was_given_back_is_charged_to_neither_budget_and_nothing_else_is_given_back(database18: Database) -> None:
     with database18.connect(autocommit=True) as conn:
         given(conn)
