@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, LiteralString
 
 from fencepost.jobs.claim import claim
@@ -12,19 +14,19 @@ from support.jobs import CLASS, Background, Conn, claimed, expire, given, show, 
 OTHER = "z.class"
 # Fires while a claim looks at leases, and holds it there until the test lets go of the lock.
 PAUSED: LiteralString = """
-CREATE FUNCTION pause() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION hold_up() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN PERFORM pg_advisory_xact_lock(77); RETURN OLD; END $$;
-CREATE TRIGGER pause BEFORE DELETE ON fencepost.agenda FOR EACH ROW WHEN (OLD.operation = 'stale') EXECUTE FUNCTION pause()"""
+CREATE TRIGGER hold_up BEFORE DELETE ON fencepost.agenda FOR EACH ROW WHEN (OLD.operation = 'stale') EXECUTE FUNCTION hold_up()"""
 # Holds a claim that writes the pointer of op-1 until the lease of op-2 is over.
 SLOW: LiteralString = """
-CREATE FUNCTION outlive() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION hold_up() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     WHILE clock_timestamp() <= (SELECT lease_until FROM fencepost.job WHERE operation = 'op-2') LOOP
         PERFORM pg_sleep(0.01);
     END LOOP;
     RETURN NEW;
 END $$;
-CREATE TRIGGER outlive BEFORE INSERT ON fencepost.agenda FOR EACH ROW WHEN (NEW.operation = 'op-1') EXECUTE FUNCTION outlive()"""
+CREATE TRIGGER hold_up BEFORE INSERT ON fencepost.agenda FOR EACH ROW WHEN (NEW.operation = 'op-1') EXECUTE FUNCTION hold_up()"""
 ENDED: LiteralString = """
 UPDATE fencepost.job SET exec = 'cancelled', attempt = NULL, owner = NULL, lease_until = NULL WHERE operation = 'stale'"""
 
@@ -34,6 +36,16 @@ def pointers(conn: Conn) -> list[tuple[Any, ...]]:
     return conn.execute(
         "SELECT tenant, operation, class, generation FROM fencepost.agenda WHERE priority = 2147483647 ORDER BY 1, 2, 3, 4"
     ).fetchall()
+
+
+@contextmanager
+def held_up(conn: Conn, trigger: LiteralString) -> Generator[None]:
+    """With this trigger on the agenda, which goes again whatever happens: later tests may be given the same database."""
+    conn.execute(trigger)
+    try:
+        yield
+    finally:
+        conn.execute("DROP FUNCTION hold_up CASCADE")
 
 
 def all_due(conn: Conn) -> None:
@@ -147,15 +159,17 @@ def test_a_lease_that_became_longer_while_a_claim_looked_is_left_alone(database1
         expire(conn)
         expire(conn, "op-2")
         all_due(conn)
-        conn.execute(PAUSED)
-        gate.execute("SELECT pg_advisory_xact_lock(77)")
-        claiming = Background(database18, lambda c: claim(c, "w", [CLASS], 10))
-        waiting(conn, claiming.pid)
-        conn.execute(
-            "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '1 h' WHERE operation = 'op-1'"
-        )
-        gate.rollback()
-        assert [job.operation for job in claiming.outcome()] == ["op-2"]
+        with held_up(conn, PAUSED):
+            gate.execute("SELECT pg_advisory_xact_lock(77)")
+            claiming = Background(database18, lambda c: claim(c, "w", [CLASS], 10))
+            try:
+                waiting(conn, claiming.pid)
+                conn.execute(
+                    "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '1 h' WHERE operation = 'op-1'"
+                )
+            finally:
+                gate.rollback()
+            assert [job.operation for job in claiming.outcome()] == ["op-2"]
         assert show(conn) == "running"
 
 
@@ -165,14 +179,14 @@ def test_a_lease_that_ends_while_a_claim_looks_is_due_no_earlier_than_it_was_wri
         given(conn)
         given(conn, "op-2")
         assert len(claim(conn, "w", [CLASS], 10)) == 2
-        conn.execute(SLOW)
         all_due(conn)
         conn.execute("UPDATE fencepost.agenda SET due = due - interval '1 s' WHERE operation = 'op-1'")
         conn.execute(
             "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '4 s' WHERE operation = 'op-2'; "
             "DELETE FROM fencepost.agenda WHERE operation = 'op-2' AND due > clock_timestamp()"
         )
-        assert claim(conn, "w", [CLASS], 10) == []
+        with held_up(conn, SLOW):
+            assert claim(conn, "w", [CLASS], 10) == []
         found = conn.execute(
             "SELECT a.operation, a.due = j.lease_until, a.due > j.lease_until FROM fencepost.agenda AS a"
             " JOIN fencepost.job AS j USING (tenant, operation, class) ORDER BY 1"
