@@ -79,7 +79,7 @@ def reserve(
     opening: list[bytes],
     meanwhile: Callable[[], None],
 ) -> Reservation:
-    """As `reserve_in`, for a delivery that was read, in a transaction of the inbox's own; settles its dead letter.
+    """As `reserve_in`, for a delivery whose digest is right, in a transaction of the inbox's own; settles its dead letter.
 
     ``opening`` goes before it in the same round trip, and begins the transaction where nothing else has. Waits
     ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was. ``meanwhile`` runs while
