@@ -8,7 +8,7 @@ EQUIVALENT: dict[str, str] = {
         "fence() locks the job's row in the same (sub)transaction that inserts the row which fires this; they end together"
     ),
     "_leave: e.state = 'pending' -> true": "_forget compares it again; saves a call for each effect that is settled",
-    "_take: a.due <= p_now -> true": "no pointer is due before its job's run_at, which is compared as well; saves looking at those jobs",
+    "_take: a.due <= p_now -> true": "the job's run_at is compared as well, and decides; saves looking at jobs that are not due",
     "_take: k.exec = 'queued' -> true": "whatever takes a job out of the queue advances its generation, which is compared as well",
     "begin_effect: IF FOUND -> true": "without an effect every column of v_effect is null, and no branch is taken by null",
     "begin_effect: e.state IN ('failed_before_dispatch', 'resolved_not_applied') -> true": (
