@@ -206,6 +206,21 @@ def test_several_classes_share_one_order_and_leave_the_rest_to_others(database: 
         assert rest == ["op-3", "op-2", "op-1", "op-0"]
 
 
+def test_what_a_class_leaves_of_its_part_goes_to_another_whose_own_part_is_taken(database: Database) -> None:
+    with two(database) as (auto, manual):
+        for n in range(2):
+            given(auto, f"held-{n}", job_class="a.held")
+        for n in range(6):
+            given(auto, f"free-{n}", job_class="b.free")
+        # Somebody else is at every job of the first class: its part of the claim is of no use to it.
+        manual.execute("SELECT FROM fencepost.job WHERE class = 'a.held' FOR NO KEY UPDATE")
+        found = [job.operation for job in claim(auto, "w", ["a.held", "b.free"], 4)]
+        assert found == [f"free-{n}" for n in range(4)]
+        # The control: what nobody is at any more is claimed.
+        manual.rollback()
+        assert [job.operation for job in claim(auto, "w", ["a.held", "b.free"], 2)] == ["held-0", "held-1"]
+
+
 @pytest.mark.parametrize("planned", ["fresh", "before the backlog"])
 def test_a_claim_costs_what_it_takes_and_not_the_backlog(database: Database, planned: str) -> None:
     """Counted in blocks, of the whole call; also for a session whose plans are older than the backlog."""

@@ -121,6 +121,20 @@ def test_a_lease_that_ends_while_a_batch_waits_for_a_row_is_refused(database18: 
         assert (show(auto, "ends"), show(auto, "lasts")) == ("running", "done")
 
 
+def test_a_batch_that_waits_for_a_renewal_completes_what_was_renewed(database18: Database) -> None:
+    """Who is not waited for has another place by then, and would be called stale."""
+    with two(database18) as (auto, manual):
+        for operation in ("renewed", "beside"):
+            given(auto, operation)
+        jobs = {str(job.operation): job.fence for job in claim(auto, "w", [CLASS], 10)}
+        renew(manual, jobs["renewed"])
+        late = Background(database18, lambda conn: complete_many(conn, list(jobs.values())))
+        waiting(auto, late.pid)
+        manual.commit()
+        assert late.outcome() == {}
+        assert (show(auto, "renewed"), show(auto, "beside")) == ("done", "done")
+
+
 def test_handlers_that_end_together_are_completed_together_and_a_stale_one_holds_up_nobody(
     database18: Database,
 ) -> None:
