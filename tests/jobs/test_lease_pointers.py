@@ -95,6 +95,17 @@ def test_a_lease_is_judged_by_its_own_job_and_by_no_namesake(database18: Databas
         assert pointers(conn) == running and len(running) == 4
 
 
+def test_a_claim_takes_back_no_lease_of_a_namesake_in_a_class_that_it_was_not_asked_for(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        for job_class in (CLASS, OTHER):
+            given(conn, job_class=job_class)
+        assert len(claim(conn, "w", [CLASS, OTHER], 10)) == 2
+        conn.execute("UPDATE fencepost.job SET lease_until = clock_timestamp() - interval '1 ms'")
+        assert [job.job_class for job in claim(conn, "w", [CLASS], 10)] == [CLASS]
+        assert show(conn, job_class=OTHER) == "running"
+        assert [job.job_class for job in claim(conn, "w", [OTHER], 10)] == [OTHER]
+
+
 def test_a_done_job_has_no_pointer_once_it_was_looked_at(database18: Database) -> None:
     with database18.connect(autocommit=True) as conn:
         given(conn)
