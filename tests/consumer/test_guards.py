@@ -188,9 +188,10 @@ def test_a_purge_forgets_its_own_consumer_within_its_own_window(domain18: Databa
         acts.keep_type(conn, "other", "test.submitted", actor="ann", reason="a test")
         acts.keep_type(conn, "reports", "test.withdrawn", actor="ann", reason="a test")
     for handler in (reports, other):
-        assert feed(handler, submitted(days=30), withdrawn(days=30)) == [Outcome.HANDLED] * 2
+        sent = [submitted(days=30), withdrawn(days=30), submitted(operation="gone", days=30)]
+        assert feed(handler, *sent) == [Outcome.HANDLED] * 3
     executed(domain18, AGE)
-    # One delivery of long ago comes again today.
+    # One delivery of long ago comes again today: its reservation stays with it.
     again = Feed(domain18, many)
     assert again(reports, submitted(days=30)) == [Outcome.DUPLICATE]
     assert feed(reports, submitted(operation="young")) == [Outcome.HANDLED]
@@ -198,14 +199,17 @@ def test_a_purge_forgets_its_own_consumer_within_its_own_window(domain18: Databa
     with domain18.connect(autocommit=True) as conn:
         gone = Purge("reports").turn(conn)
 
-    assert (gone.reservations, gone.deliveries) == (1, 1)
+    assert (gone.reservations, gone.deliveries) == (1, 2)
     assert rows(domain18, KNOWN) == [
+        ("acme", "other", "gone", "test.submitted"),
         ("acme", "other", "op-1", "test.submitted"),
         ("acme", "other", "op-1", "test.withdrawn"),
+        ("acme", "reports", "op-1", "test.submitted"),
         ("acme", "reports", "op-1", "test.withdrawn"),
         ("acme", "reports", "young", "test.submitted"),
     ]
     assert rows(domain18, "SELECT consumer, operation, type, arrivals FROM fencepost.delivery ORDER BY 1, 2, 3") == [
+        ("other", "gone", "test.submitted", 1),
         ("other", "op-1", "test.submitted", 1),
         ("other", "op-1", "test.withdrawn", 1),
         ("reports", "op-1", "test.submitted", 2),

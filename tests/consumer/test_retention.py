@@ -14,7 +14,7 @@ from psycopg import Connection, IsolationLevel
 
 from fencepost.consumer import acts
 from fencepost.consumer.inbox import inbox
-from fencepost.consumer.outcomes import Outcome, Reserved
+from fencepost.consumer.outcomes import Handled, Outcome, Reserved
 from fencepost.consumer.reservation import reserve_in
 from fencepost.consumer.retries import take
 from fencepost.consumer.runner import Handling, RunnerOptions
@@ -108,7 +108,8 @@ def test_what_was_purged_is_refused_as_before_the_horizon_and_never_handled_agai
 
     gone = purge(domain)
 
-    assert (gone.reservations, gone.deliveries, left(domain), left(domain, "delivery")) == (1, 3, 1, 0)
+    # What is still reserved keeps the delivery that it was reserved with; the copy goes by its own time.
+    assert (gone.reservations, gone.deliveries, left(domain), left(domain, "delivery")) == (1, 2, 1, 1)
     assert reports.handle(domain.dsn, from_kafka(young, 11)).outcome is Outcome.DUPLICATE
     for number in (0, 12, 12):
         assert reports.handle(domain.dsn, from_kafka(old, number)).outcome is Outcome.BEFORE_HORIZON
@@ -240,6 +241,64 @@ def test_batches_are_bounded_go_on_where_they_ended_and_pass_over_what_is_kept(d
         rest = purging.turn(conn)
         assert (rest.reservations, rest.more) == (6, False)
     assert (left(domain), left(domain, "delivery")) == (20, 0)
+
+
+UNRESERVED: LiteralString = "SELECT operation, coordinates, unreserved FROM fencepost.delivery ORDER BY 1, 2"
+# Would never be forgotten.
+LEFT_OVER: LiteralString = """
+SELECT count(*) FROM fencepost.delivery AS d
+WHERE NOT d.unreserved AND NOT EXISTS (
+    SELECT FROM fencepost.reservation AS r
+    WHERE (r.tenant, r.consumer, r.operation, r.type, r.coordinates) = (d.tenant, d.consumer, d.operation, d.type, d.coordinates))"""
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["single", "batch"])
+def test_a_delivery_that_nothing_was_reserved_with_is_told_from_the_one_that_was(domain: Database, many: bool) -> None:
+    def deliver(*sent: tuple[Envelope, int]) -> list[Outcome]:
+        deliveries = [from_kafka(each, number) for each, number in sent]
+        if not many:
+            return [reports.handle(domain.dsn, each).outcome for each in deliveries]
+        return [r.outcome for r in reports.handle_many(domain.dsn, deliveries) if isinstance(r, Handled)]
+
+    with domain.connect() as conn:
+        conn.execute("INSERT INTO fencepost.consumer VALUES ('reports', interval '7 days', now() - interval '7 days')")
+    event, old = aged(1), aged(30, "op-2")
+    changed = envelope(Submitted(tenant="acme", operation="op-1", document="other"), time=datetime.now(UTC))
+    assert deliver((event, 0), (aged(1, "op-3"), 1)) == [Outcome.HANDLED] * 2
+    assert deliver((event, 0), (aged(1, "op-4"), 2)) == [Outcome.DUPLICATE, Outcome.HANDLED]
+    assert deliver((event, 3)) == [Outcome.DUPLICATE]
+    assert deliver((changed, 4)) == [Outcome.CONFLICT]
+    assert deliver((old, 5)) == [Outcome.BEFORE_HORIZON]
+    with domain.connect() as conn:
+        found = [(row[0], row[2]) for row in conn.execute(UNRESERVED).fetchall()]
+        assert found == [
+            ("op-1", False),
+            ("op-1", True),
+            ("op-1", True),
+            ("op-2", True),
+            ("op-3", False),
+            ("op-4", False),
+        ]
+        assert conn.execute(LEFT_OVER).fetchone() == (0,)
+
+
+def test_a_reservation_stays_as_long_as_its_delivery_comes_back(domain: Database) -> None:
+    again, once, held = aged(30), aged(30, "op-2"), aged(30, "op-3")
+    handled(domain, again, once, held, days=30)
+    declare(domain)
+    assert reports.handle(domain.dsn, from_kafka(again, 0)).outcome is Outcome.DUPLICATE
+    with domain.connect() as conn:
+        # Somebody is at that delivery: nothing waits for him, and he finds it as it was.
+        conn.execute("SELECT FROM fencepost.delivery WHERE operation = 'op-3' FOR UPDATE")
+        gone = purge(domain)
+        assert (gone.reservations, gone.deliveries) == (1, 1)
+    assert reports.handle(domain.dsn, from_kafka(once, 1)).outcome is Outcome.BEFORE_HORIZON
+    assert reports.handle(domain.dsn, from_kafka(held, 2)).outcome is Outcome.DUPLICATE
+    with domain.connect() as conn:
+        conn.execute(AGE, {"by": timedelta(days=30)})
+    gone = purge(domain)
+    assert (gone.reservations, gone.deliveries, left(domain), left(domain, "delivery")) == (2, 3, 0, 0)
+    assert done(domain) == 3
 
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["horizon committed before", "horizon in the same commit"])

@@ -88,6 +88,17 @@ def test_what_was_cancelled_or_made_less_urgent_takes_nobodys_place(database18: 
         assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["demoted"]
 
 
+def test_a_queued_job_with_an_open_effect_takes_nobodys_place(database18: Database) -> None:
+    """No transition leaves one in the queue: as after somebody wrote to the tables himself."""
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        given(conn, "op-2")
+        conn.execute("UPDATE fencepost.job SET open_effects = 1 WHERE operation = 'op-1'")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["op-2"]
+        conn.execute("UPDATE fencepost.job SET open_effects = 0")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["op-1"]
+
+
 def test_attempts_count_at_the_claim_and_their_end_is_poison_until_an_operator_decides(database: Database) -> None:
     """B06, without a process: nobody ever reports the failure."""
     with database.connect(autocommit=True) as conn:
@@ -120,6 +131,7 @@ def test_failures_retry_with_backoff_until_poison_and_a_final_one_is_poison_at_o
         row = conn.execute("SELECT run_at - clock_timestamp() BETWEEN '20 s' AND '60 s' FROM fencepost.job").fetchone()
         assert row == (True,)
         assert claim(conn, "w", [CLASS], 1) == []
+        assert (column(conn, "reason"), column(conn, "detail")) == ("handler_raised", "ValueError")
         conn.execute("UPDATE fencepost.job SET run_at = clock_timestamp()")
         assert fail(conn, claimed(conn).fence, "handler_raised", detail="ValueError") == "poison"
         assert (column(conn, "reason"), column(conn, "detail")) == ("attempts_exhausted", "handler_raised: ValueError")

@@ -119,6 +119,20 @@ def test_queue_and_class_are_paused_apart(database18: Database) -> None:
         assert resume(conn, queue="slow", **WHO) == "resumed"
 
 
+def test_a_queue_and_a_class_of_one_name_are_two(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn, queue="slow")
+        given(conn, "op-2", job_class="slow", queue="quick")
+        pause(conn, job_class="slow", **WHO)
+        assert [job.operation for job in claim(conn, "w", [CLASS, "slow"], 2)] == ["op-1"]
+        assert resume(conn, job_class="slow", **WHO) == "resumed"
+        given(conn, "op-3", queue="slow")
+        pause(conn, queue="slow", **WHO)
+        assert [job.operation for job in claim(conn, "w", [CLASS, "slow"], 2)] == ["op-2"]
+        resume(conn, queue="slow", **WHO)
+        assert [job.operation for job in claim(conn, "w", [CLASS, "slow"], 2)] == ["op-3"]
+
+
 def test_who_and_why_is_kept_and_once_more_changes_nothing(database18: Database) -> None:
     with database18.connect(autocommit=True) as conn:
         given(conn, queue="slow")

@@ -30,6 +30,10 @@ def remembered(database: Database) -> Database:
         reports.handle(database.dsn, from_kafka(sent, number))
     with database.connect() as conn:
         conn.execute("UPDATE fencepost.reservation SET reserved_at = event_time")
+        conn.execute(
+            "UPDATE fencepost.delivery AS d SET first_at = r.event_time, last_at = r.event_time"
+            " FROM fencepost.reservation AS r WHERE r.coordinates = d.coordinates"
+        )
     return database
 
 

@@ -33,10 +33,10 @@ NOTE: LiteralString = "SELECT fencepost.note_topics(%(consumer)s, %(topics)s::js
 ADVANCE: LiteralString = "SELECT fencepost.advance_horizon(%(consumer)s)"
 # As text: -infinity is no Python time.
 RESERVATIONS: LiteralString = """
-SELECT looked, purged, after::text
+SELECT looked, purged, deliveries, after::text
 FROM fencepost.purge_reservations(%(consumer)s, %(after)s::timestamptz, %(batch)s::integer, %(grace)s::interval)"""
 DELIVERIES: LiteralString = """
-SELECT looked, purged, after::text
+SELECT looked, 0, purged, after::text
 FROM fencepost.purge_deliveries(%(consumer)s, %(after)s::timestamptz, %(batch)s::integer, %(grace)s::interval)"""
 
 BATCH = 1000
@@ -78,18 +78,19 @@ class Purge:
         horizon: datetime | None = None if row is None else row[0]
         if horizon is None:
             return Purged(None, 0, 0, False)
-        gone, more = {RESERVATIONS: 0, DELIVERIES: 0}, False
+        reservations, deliveries, more = 0, 0, False
         for statement in (RESERVATIONS, DELIVERIES):
             for _ in range(batches):
-                looked, purged = self._step(conn, statement)
-                gone[statement] += purged
+                looked, *gone = self._step(conn, statement)
+                reservations += gone[0]
+                deliveries += gone[1]
                 if looked < self._batch:
                     break
             else:
                 more = True
-        return Purged(horizon, gone[RESERVATIONS], gone[DELIVERIES], more)
+        return Purged(horizon, reservations, deliveries, more)
 
-    def _step(self, conn: Connection[Any], statement: LiteralString) -> tuple[int, int]:
+    def _step(self, conn: Connection[Any], statement: LiteralString) -> tuple[int, int, int]:
         values = {
             "consumer": self._consumer,
             "after": self._places[statement],
@@ -98,8 +99,8 @@ class Purge:
         }
         row = conn.execute(statement, values).fetchone()
         assert row is not None
-        self._places[statement] = row[2]
-        return row[0], row[1]
+        self._places[statement] = row[3]
+        return row[0], row[1], row[2]
 
 
 class Upkeep:

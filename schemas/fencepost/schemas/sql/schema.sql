@@ -260,8 +260,11 @@ CREATE TABLE fencepost.delivery (
     arrivals    integer NOT NULL DEFAULT 1,
     first_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     last_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    unreserved  boolean NOT NULL DEFAULT false,
     PRIMARY KEY (consumer, coordinates)
 );
+COMMENT ON COLUMN fencepost.delivery.unreserved IS
+  'No reservation was made with it, as with a copy: it is forgotten by its own time; any other goes with its reservation.';
 
 CREATE TABLE fencepost.dead_letter (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -289,7 +292,7 @@ COMMENT ON COLUMN fencepost.dead_letter.content IS
   'sha256 over headers and payload: coordinates that a sender reuses never hide one content behind another.';
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', 'd33a300e1d1f72c3852fcd8c9ec0a68e0a980c23afa368e5834c33b1fde07cc8');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', '18cc3ada388f3e327c4e8ac395575b15794d7fad0a0a81ea033d822557e47c63');
 
 -- 0004_jobs.sql
 -- Scheduling, publication and effects. Three axes that are never one status: execution, effect, authority.
@@ -597,7 +600,8 @@ CREATE TABLE fencepost.consumer_topic (
 );
 
 CREATE INDEX reservation_event_time ON fencepost.reservation (consumer, event_time);
-CREATE INDEX delivery_first_at ON fencepost.delivery (consumer, first_at);
+-- Hardly any delivery: an entry for each would cost every reservation one index more.
+CREATE INDEX delivery_first_at ON fencepost.delivery (consumer, first_at) WHERE unreserved;
 
 ALTER TABLE fencepost.dead_letter DROP CONSTRAINT dead_letter_reason_check;
 ALTER TABLE fencepost.dead_letter ADD CONSTRAINT dead_letter_reason_check CHECK (reason IN (
@@ -621,7 +625,7 @@ ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN
     'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', '4d0eeffd17da75da4be4050417087d6b5202ebf176efe0994a40794d7674840b');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', '10409606a83742448bd885977ef70c9744a6dbed7b5e76932729d7b151d5cd00');
 
 -- 0010_inbox_batches.sql
 -- Inbox: batches of reservations whose transaction has still to say which of them were handled.
@@ -3099,16 +3103,21 @@ BEGIN
     RETURN v_horizon;
 END $$;
 
--- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`; returns how
--- many it looked at, how many it deleted and where to go on. Kept: types that are remembered for ever, and what was reserved
--- within the window by our own clock, since the clock of a sender may be behind.
+-- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`, with the
+-- deliveries that they were made with; returns how many it looked at, how many it deleted of each, and where to go on. Kept:
+-- types that are remembered for ever, what was reserved within the window by our own clock, since the clock of a sender may be
+-- behind, and what was delivered again within it.
 -- Dead rows of earlier calls lie below `p_after` and are not walked over again, whatever snapshot is pinned.
+-- Locks: deliveries that nobody else holds, then their reservations, as `reserve` does; waits for nobody.
 CREATE OR REPLACE FUNCTION fencepost.purge_reservations(
     p_consumer text, p_after timestamptz, p_batch integer, p_grace interval DEFAULT '1 hour',
-    OUT looked integer, OUT purged integer, OUT after timestamptz)
+    OUT looked integer, OUT purged integer, OUT deliveries integer, OUT after timestamptz)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 DECLARE
     v_consumer fencepost.consumer;
+    v_before timestamptz;
+    v_coordinates text[];
+    v_places tid[];
 BEGIN
     PERFORM fencepost._enter();
     -- Invariant: reserve asks nobody about an event of the last hour.
@@ -3116,23 +3125,32 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'the grace period is less than an hour', 'grace', 'give an hour or more');
     END IF;
     SELECT c.* INTO v_consumer FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
+    v_before := clock_timestamp() - v_consumer.replay_window - p_grace;
     -- Invariant: the types are read after the horizon, so that one which was declared before it was advanced is seen.
-    WITH looked AS (
-        SELECT r.ctid AS place, r.event_time,
-               r.reserved_at >= clock_timestamp() - v_consumer.replay_window - p_grace
-               OR EXISTS (SELECT FROM fencepost.consumer_forever AS f WHERE f.consumer = r.consumer AND f.type = r.type) AS is_kept
-        FROM fencepost.reservation AS r
-        WHERE r.consumer = p_consumer AND r.event_time > p_after AND r.event_time < v_consumer.horizon - p_grace
-          AND v_consumer.replay_window IS NOT NULL
-        ORDER BY r.event_time FETCH FIRST (p_batch) ROWS WITH TIES),
-    gone AS (
+    SELECT count(*), coalesce(max(l.event_time), p_after), array_agg(l.coordinates), array_agg(l.place) FILTER (WHERE NOT l.is_kept)
+    INTO looked, after, v_coordinates, v_places
+    FROM (SELECT r.ctid AS place, r.event_time, r.coordinates, r.reserved_at >= v_before
+                 OR EXISTS (SELECT FROM fencepost.consumer_forever AS f WHERE f.consumer = r.consumer AND f.type = r.type) AS is_kept
+          FROM fencepost.reservation AS r
+          WHERE r.consumer = p_consumer AND r.event_time > p_after AND r.event_time < v_consumer.horizon - p_grace
+            AND v_consumer.replay_window IS NOT NULL
+          ORDER BY r.event_time FETCH FIRST (p_batch) ROWS WITH TIES) AS l;
+    WITH gone AS (
+        DELETE FROM fencepost.delivery AS d
+        WHERE d.ctid = ANY (ARRAY(SELECT o.ctid FROM fencepost.delivery AS o
+                                  WHERE o.consumer = p_consumer AND o.coordinates = ANY (v_coordinates) AND o.last_at < v_before
+                                  FOR UPDATE SKIP LOCKED)) RETURNING 1)
+    SELECT count(*) INTO deliveries FROM gone;
+    WITH gone AS (
         DELETE FROM fencepost.reservation AS r
-        WHERE r.ctid = ANY (ARRAY(SELECT l.place FROM looked AS l WHERE NOT l.is_kept)) RETURNING 1)
-    SELECT (SELECT count(*) FROM looked), (SELECT count(*) FROM gone), coalesce((SELECT max(l.event_time) FROM looked AS l), p_after)
-    INTO looked, purged, after;
+        WHERE r.ctid = ANY (v_places)
+          AND NOT EXISTS (SELECT FROM fencepost.delivery AS d WHERE d.consumer = r.consumer AND d.coordinates = r.coordinates)
+        RETURNING 1)
+    SELECT count(*) INTO purged FROM gone;
 END $$;
 
--- The same for deliveries, by the time of their arrival: a copy of one that is gone is still told by its operation.
+-- The same for deliveries that no reservation was made with, by the time of their arrival: a copy of one that is gone is still
+-- told by its operation.
 CREATE OR REPLACE FUNCTION fencepost.purge_deliveries(
     p_consumer text, p_after timestamptz, p_batch integer, p_grace interval DEFAULT '1 hour',
     OUT looked integer, OUT purged integer, OUT after timestamptz)
@@ -3145,7 +3163,7 @@ BEGIN
     WITH looked AS (
         SELECT d.ctid AS place, d.first_at, d.last_at >= v_before AS is_kept
         FROM fencepost.delivery AS d
-        WHERE d.consumer = p_consumer AND d.first_at > p_after AND d.first_at < v_before
+        WHERE d.consumer = p_consumer AND d.unreserved AND d.first_at > p_after AND d.first_at < v_before
         ORDER BY d.first_at FETCH FIRST (p_batch) ROWS WITH TIES),
     gone AS (
         DELETE FROM fencepost.delivery AS d
@@ -3160,11 +3178,11 @@ END $$;
 -- part. One expression without a call of its own, for it is part of every reservation; a counted repetition in the pattern
 -- would cost more than all else of it.
 CREATE OR REPLACE FUNCTION fencepost._is_plain_reservation(
-    p_tenant text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text, p_epoch bigint,
-    p_binding text, p_event_time timestamptz, p_coordinates text)
+    p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
+    p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text)
 RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
-    SELECT (p_tenant || p_operation || p_type) ~ '^[!-~]+$' AND octet_length(p_tenant) BETWEEN 1 AND 200
-       AND octet_length(p_operation) BETWEEN 1 AND 200 AND octet_length(p_type) BETWEEN 1 AND 200
+    SELECT (p_tenant || p_consumer || p_operation || p_type) ~ '^[!-~]+$' AND octet_length(p_tenant) BETWEEN 1 AND 200
+       AND octet_length(p_consumer) BETWEEN 1 AND 200 AND octet_length(p_operation) BETWEEN 1 AND 200 AND octet_length(p_type) BETWEEN 1 AND 200
        AND p_version BETWEEN 1 AND 32767 AND p_event_id IS NOT NULL AND octet_length(p_source) BETWEEN 1 AND 200
        AND p_epoch >= 0 AND octet_length(p_binding) = 75 AND starts_with(p_binding, 'jcs-sha256:')
        AND substr(p_binding, 12) !~ '[^0-9a-f]' AND p_event_time IS NOT NULL
@@ -3217,13 +3235,13 @@ DECLARE
     v_epoch bigint;
     v_in_force boolean;
     v_horizon timestamptz;
+    v_unreserved boolean;
     v_settings text[];
     v_ignored text;
 BEGIN
     -- Few and large expressions on the way of an ordinary event: PL/pgSQL makes each of them anew in every transaction.
-    IF (fencepost._is_plain_reservation(p_tenant, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, p_binding,
-                                        p_event_time, p_coordinates)
-        AND p_consumer ~ '^[!-~]+$' AND octet_length(p_consumer) <= 200
+    IF (fencepost._is_plain_reservation(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
+                                        p_binding, p_event_time, p_coordinates)
         AND (p_headers IS NULL) = (p_payload IS NULL)
         AND coalesce(p_wait_ms, 1) >= 1 AND current_setting('synchronous_commit') = 'on') IS NOT TRUE THEN
         PERFORM fencepost._require_reservable(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
@@ -3309,7 +3327,7 @@ BEGIN
             END IF;
         END IF;
     ELSE
-        SELECT r.meaning, r.epoch INTO v_known, v_epoch FROM fencepost.reservation AS r
+        SELECT r.meaning, r.epoch, r.coordinates <> p_coordinates INTO v_known, v_epoch, v_unreserved FROM fencepost.reservation AS r
         WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
         IF NOT FOUND THEN
             RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
@@ -3321,6 +3339,11 @@ BEGIN
         END IF;
     END IF;
 
+    -- Invariant: a delivery that is not unreserved has the reservation that was made with it.
+    IF outcome <> 'reserved' AND v_unreserved IS DISTINCT FROM false THEN
+        UPDATE fencepost.delivery AS d SET unreserved = true
+        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND NOT d.unreserved;
+    END IF;
     IF outcome IN ('reserved', 'duplicate') THEN
         NULL;
     ELSIF p_payload IS NULL THEN
@@ -3386,6 +3409,7 @@ DECLARE
     v_reserved text[];
     v_horizon timestamptz;
     v_alone text[] := '{}';
+    v_unreserved text[] := '{}';
     v_known record;
 BEGIN
     PERFORM fencepost._require_identity('consumer', p_consumer);
@@ -3403,7 +3427,7 @@ BEGIN
     END IF;
     IF EXISTS (SELECT FROM unnest(p_tenants, p_operations, p_types, p_versions, p_event_ids, p_sources, p_epochs, p_bindings,
                                   p_event_times, p_coordinates) AS u (t, o, y, v, e, s, p, b, at, c)
-               WHERE fencepost._is_plain_reservation(u.t, u.o, u.y, u.v, u.e, u.s, u.p, u.b, u.at, u.c) IS NOT TRUE) THEN
+               WHERE fencepost._is_plain_reservation(u.t, p_consumer, u.o, u.y, u.v, u.e, u.s, u.p, u.b, u.at, u.c) IS NOT TRUE) THEN
         PERFORM fencepost._require_identity('tenant', t) FROM (SELECT DISTINCT unnest(p_tenants)) AS u (t);
         PERFORM fencepost._require_identity('type', t) FROM (SELECT DISTINCT unnest(p_types)) AS u (t);
         PERFORM fencepost._require_identity('operation', o), fencepost._require_binding(b), fencepost._require_coordinates(c)
@@ -3468,7 +3492,7 @@ BEGIN
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
             coalesce(u.at < coalesce(f.horizon, v_horizon), false)
-            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch
+            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch, r.coordinates
         FROM fencepost.installation AS i
         CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, v_meanings, p_event_times)
              WITH ORDINALITY AS u (c, t, o, y, s, p, m, at, n)
@@ -3487,6 +3511,9 @@ BEGIN
         ELSIF v_known.same AND NOT v_known.taken AND v_known.meaning = v_known.m THEN
             outcome := 'duplicate';
             other_epoch := v_known.epoch <> v_known.p;
+            IF v_known.coordinates <> v_known.c THEN
+                v_unreserved := v_unreserved || v_known.c;
+            END IF;
         ELSE
             outcome := 'alone';
             arrivals := 0;
@@ -3496,6 +3523,10 @@ BEGIN
         END IF;
         RETURN NEXT;
     END LOOP;
+    IF v_unreserved <> '{}' THEN
+        UPDATE fencepost.delivery AS d SET unreserved = true
+        WHERE d.consumer = p_consumer AND d.coordinates = ANY (v_unreserved) AND NOT d.unreserved;
+    END IF;
     IF v_alone <> '{}' THEN
         PERFORM fencepost._unreserve(p_consumer, v_alone);
     END IF;

@@ -28,8 +28,11 @@ CREATE TABLE fencepost.delivery (
     arrivals    integer NOT NULL DEFAULT 1,
     first_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     last_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    unreserved  boolean NOT NULL DEFAULT false,
     PRIMARY KEY (consumer, coordinates)
 );
+COMMENT ON COLUMN fencepost.delivery.unreserved IS
+  'No reservation was made with it, as with a copy: it is forgotten by its own time; any other goes with its reservation.';
 
 CREATE TABLE fencepost.dead_letter (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

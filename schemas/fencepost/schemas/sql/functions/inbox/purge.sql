@@ -15,16 +15,21 @@ BEGIN
     RETURN v_horizon;
 END $$;
 
--- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`; returns how
--- many it looked at, how many it deleted and where to go on. Kept: types that are remembered for ever, and what was reserved
--- within the window by our own clock, since the clock of a sender may be behind.
+-- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`, with the
+-- deliveries that they were made with; returns how many it looked at, how many it deleted of each, and where to go on. Kept:
+-- types that are remembered for ever, what was reserved within the window by our own clock, since the clock of a sender may be
+-- behind, and what was delivered again within it.
 -- Dead rows of earlier calls lie below `p_after` and are not walked over again, whatever snapshot is pinned.
+-- Locks: deliveries that nobody else holds, then their reservations, as `reserve` does; waits for nobody.
 CREATE OR REPLACE FUNCTION fencepost.purge_reservations(
     p_consumer text, p_after timestamptz, p_batch integer, p_grace interval DEFAULT '1 hour',
-    OUT looked integer, OUT purged integer, OUT after timestamptz)
+    OUT looked integer, OUT purged integer, OUT deliveries integer, OUT after timestamptz)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 DECLARE
     v_consumer fencepost.consumer;
+    v_before timestamptz;
+    v_coordinates text[];
+    v_places tid[];
 BEGIN
     PERFORM fencepost._enter();
     -- Invariant: reserve asks nobody about an event of the last hour.
@@ -32,23 +37,32 @@ BEGIN
         PERFORM fencepost._refuse('ZF003', 'the grace period is less than an hour', 'grace', 'give an hour or more');
     END IF;
     SELECT c.* INTO v_consumer FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
+    v_before := clock_timestamp() - v_consumer.replay_window - p_grace;
     -- Invariant: the types are read after the horizon, so that one which was declared before it was advanced is seen.
-    WITH looked AS (
-        SELECT r.ctid AS place, r.event_time,
-               r.reserved_at >= clock_timestamp() - v_consumer.replay_window - p_grace
-               OR EXISTS (SELECT FROM fencepost.consumer_forever AS f WHERE f.consumer = r.consumer AND f.type = r.type) AS is_kept
-        FROM fencepost.reservation AS r
-        WHERE r.consumer = p_consumer AND r.event_time > p_after AND r.event_time < v_consumer.horizon - p_grace
-          AND v_consumer.replay_window IS NOT NULL
-        ORDER BY r.event_time FETCH FIRST (p_batch) ROWS WITH TIES),
-    gone AS (
+    SELECT count(*), coalesce(max(l.event_time), p_after), array_agg(l.coordinates), array_agg(l.place) FILTER (WHERE NOT l.is_kept)
+    INTO looked, after, v_coordinates, v_places
+    FROM (SELECT r.ctid AS place, r.event_time, r.coordinates, r.reserved_at >= v_before
+                 OR EXISTS (SELECT FROM fencepost.consumer_forever AS f WHERE f.consumer = r.consumer AND f.type = r.type) AS is_kept
+          FROM fencepost.reservation AS r
+          WHERE r.consumer = p_consumer AND r.event_time > p_after AND r.event_time < v_consumer.horizon - p_grace
+            AND v_consumer.replay_window IS NOT NULL
+          ORDER BY r.event_time FETCH FIRST (p_batch) ROWS WITH TIES) AS l;
+    WITH gone AS (
+        DELETE FROM fencepost.delivery AS d
+        WHERE d.ctid = ANY (ARRAY(SELECT o.ctid FROM fencepost.delivery AS o
+                                  WHERE o.consumer = p_consumer AND o.coordinates = ANY (v_coordinates) AND o.last_at < v_before
+                                  FOR UPDATE SKIP LOCKED)) RETURNING 1)
+    SELECT count(*) INTO deliveries FROM gone;
+    WITH gone AS (
         DELETE FROM fencepost.reservation AS r
-        WHERE r.ctid = ANY (ARRAY(SELECT l.place FROM looked AS l WHERE NOT l.is_kept)) RETURNING 1)
-    SELECT (SELECT count(*) FROM looked), (SELECT count(*) FROM gone), coalesce((SELECT max(l.event_time) FROM looked AS l), p_after)
-    INTO looked, purged, after;
+        WHERE r.ctid = ANY (v_places)
+          AND NOT EXISTS (SELECT FROM fencepost.delivery AS d WHERE d.consumer = r.consumer AND d.coordinates = r.coordinates)
+        RETURNING 1)
+    SELECT count(*) INTO purged FROM gone;
 END $$;
 
--- The same for deliveries, by the time of their arrival: a copy of one that is gone is still told by its operation.
+-- The same for deliveries that no reservation was made with, by the time of their arrival: a copy of one that is gone is still
+-- told by its operation.
 CREATE OR REPLACE FUNCTION fencepost.purge_deliveries(
     p_consumer text, p_after timestamptz, p_batch integer, p_grace interval DEFAULT '1 hour',
     OUT looked integer, OUT purged integer, OUT after timestamptz)
@@ -61,7 +75,7 @@ BEGIN
     WITH looked AS (
         SELECT d.ctid AS place, d.first_at, d.last_at >= v_before AS is_kept
         FROM fencepost.delivery AS d
-        WHERE d.consumer = p_consumer AND d.first_at > p_after AND d.first_at < v_before
+        WHERE d.consumer = p_consumer AND d.unreserved AND d.first_at > p_after AND d.first_at < v_before
         ORDER BY d.first_at FETCH FIRST (p_batch) ROWS WITH TIES),
     gone AS (
         DELETE FROM fencepost.delivery AS d

@@ -2,11 +2,11 @@
 -- part. One expression without a call of its own, for it is part of every reservation; a counted repetition in the pattern
 -- would cost more than all else of it.
 CREATE OR REPLACE FUNCTION fencepost._is_plain_reservation(
-    p_tenant text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text, p_epoch bigint,
-    p_binding text, p_event_time timestamptz, p_coordinates text)
+    p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
+    p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text)
 RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
-    SELECT (p_tenant || p_operation || p_type) ~ '^[!-~]+$' AND octet_length(p_tenant) BETWEEN 1 AND 200
-       AND octet_length(p_operation) BETWEEN 1 AND 200 AND octet_length(p_type) BETWEEN 1 AND 200
+    SELECT (p_tenant || p_consumer || p_operation || p_type) ~ '^[!-~]+$' AND octet_length(p_tenant) BETWEEN 1 AND 200
+       AND octet_length(p_consumer) BETWEEN 1 AND 200 AND octet_length(p_operation) BETWEEN 1 AND 200 AND octet_length(p_type) BETWEEN 1 AND 200
        AND p_version BETWEEN 1 AND 32767 AND p_event_id IS NOT NULL AND octet_length(p_source) BETWEEN 1 AND 200
        AND p_epoch >= 0 AND octet_length(p_binding) = 75 AND starts_with(p_binding, 'jcs-sha256:')
        AND substr(p_binding, 12) !~ '[^0-9a-f]' AND p_event_time IS NOT NULL
@@ -59,13 +59,13 @@ DECLARE
     v_epoch bigint;
     v_in_force boolean;
     v_horizon timestamptz;
+    v_unreserved boolean;
     v_settings text[];
     v_ignored text;
 BEGIN
     -- Few and large expressions on the way of an ordinary event: PL/pgSQL makes each of them anew in every transaction.
-    IF (fencepost._is_plain_reservation(p_tenant, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, p_binding,
-                                        p_event_time, p_coordinates)
-        AND p_consumer ~ '^[!-~]+$' AND octet_length(p_consumer) <= 200
+    IF (fencepost._is_plain_reservation(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
+                                        p_binding, p_event_time, p_coordinates)
         AND (p_headers IS NULL) = (p_payload IS NULL)
         AND coalesce(p_wait_ms, 1) >= 1 AND current_setting('synchronous_commit') = 'on') IS NOT TRUE THEN
         PERFORM fencepost._require_reservable(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
@@ -151,7 +151,7 @@ BEGIN
             END IF;
         END IF;
     ELSE
-        SELECT r.meaning, r.epoch INTO v_known, v_epoch FROM fencepost.reservation AS r
+        SELECT r.meaning, r.epoch, r.coordinates <> p_coordinates INTO v_known, v_epoch, v_unreserved FROM fencepost.reservation AS r
         WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
         IF NOT FOUND THEN
             RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
@@ -163,6 +163,11 @@ BEGIN
         END IF;
     END IF;
 
+    -- Invariant: a delivery that is not unreserved has the reservation that was made with it.
+    IF outcome <> 'reserved' AND v_unreserved IS DISTINCT FROM false THEN
+        UPDATE fencepost.delivery AS d SET unreserved = true
+        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND NOT d.unreserved;
+    END IF;
     IF outcome IN ('reserved', 'duplicate') THEN
         NULL;
     ELSIF p_payload IS NULL THEN

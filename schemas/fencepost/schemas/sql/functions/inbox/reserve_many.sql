@@ -35,6 +35,7 @@ DECLARE
     v_reserved text[];
     v_horizon timestamptz;
     v_alone text[] := '{}';
+    v_unreserved text[] := '{}';
     v_known record;
 BEGIN
     PERFORM fencepost._require_identity('consumer', p_consumer);
@@ -52,7 +53,7 @@ BEGIN
     END IF;
     IF EXISTS (SELECT FROM unnest(p_tenants, p_operations, p_types, p_versions, p_event_ids, p_sources, p_epochs, p_bindings,
                                   p_event_times, p_coordinates) AS u (t, o, y, v, e, s, p, b, at, c)
-               WHERE fencepost._is_plain_reservation(u.t, u.o, u.y, u.v, u.e, u.s, u.p, u.b, u.at, u.c) IS NOT TRUE) THEN
+               WHERE fencepost._is_plain_reservation(u.t, p_consumer, u.o, u.y, u.v, u.e, u.s, u.p, u.b, u.at, u.c) IS NOT TRUE) THEN
         PERFORM fencepost._require_identity('tenant', t) FROM (SELECT DISTINCT unnest(p_tenants)) AS u (t);
         PERFORM fencepost._require_identity('type', t) FROM (SELECT DISTINCT unnest(p_types)) AS u (t);
         PERFORM fencepost._require_identity('operation', o), fencepost._require_binding(b), fencepost._require_coordinates(c)
@@ -117,7 +118,7 @@ BEGIN
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
             coalesce(u.at < coalesce(f.horizon, v_horizon), false)
-            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch
+            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch, r.coordinates
         FROM fencepost.installation AS i
         CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, v_meanings, p_event_times)
              WITH ORDINALITY AS u (c, t, o, y, s, p, m, at, n)
@@ -136,6 +137,9 @@ BEGIN
         ELSIF v_known.same AND NOT v_known.taken AND v_known.meaning = v_known.m THEN
             outcome := 'duplicate';
             other_epoch := v_known.epoch <> v_known.p;
+            IF v_known.coordinates <> v_known.c THEN
+                v_unreserved := v_unreserved || v_known.c;
+            END IF;
         ELSE
             outcome := 'alone';
             arrivals := 0;
@@ -145,6 +149,10 @@ BEGIN
         END IF;
         RETURN NEXT;
     END LOOP;
+    IF v_unreserved <> '{}' THEN
+        UPDATE fencepost.delivery AS d SET unreserved = true
+        WHERE d.consumer = p_consumer AND d.coordinates = ANY (v_unreserved) AND NOT d.unreserved;
+    END IF;
     IF v_alone <> '{}' THEN
         PERFORM fencepost._unreserve(p_consumer, v_alone);
     END IF;
