@@ -43,9 +43,6 @@ JOBS = Area(
         "effects/present.sql": ("present_begin",),
         "effects/escalate.sql": ("_hold_unknown", "escalate_effects", "assign_effect"),
         "authority/enter.sql": ("armed", "_enter", "_epoch"),
-        "jobs/archive.sql": ("_finished", "archive_jobs", "_archived_only", "drop_archives"),
-        "authority/within.sql": ("within",),
-        "authority/principals.sql": ("register_principal", "grant_principal", "revoke_principal", "_change_principal"),
     },
     {
         "jobs/fence.sql": (*ALL, "jobs/test_fence.py", "jobs/test_cancel.py"),
@@ -64,16 +61,13 @@ JOBS = Area(
         "effects/present.sql": (*ALL, "jobs/test_journal_worker.py"),
         "effects/escalate.sql": (*ALL, "jobs/test_reconciliation.py"),
         "authority/enter.sql": ("jobs/test_guards.py", "jobs/test_fence.py", "jobs/test_submit.py", "schemas/test_arming.py"),
-        "jobs/archive.sql": ("jobs/test_archive.py",),
-        "authority/within.sql": ("jobs/test_within.py",),
-        "authority/principals.sql": ("jobs/test_within.py",),
         "tables": (*ALL, "jobs/test_fence.py", "jobs/test_reconciliation.py", "jobs/test_hot_path.py"),
     },
     (
         *ALL, "jobs/test_lease_pointers.py", "jobs/test_fence.py", "jobs/test_variants.py", "jobs/test_effects.py", "jobs/test_claim.py", "jobs/test_hot_path.py",
         "jobs/test_cancel.py", "jobs/test_submit.py", "jobs/test_publish.py", "jobs/test_reconciliation.py", "jobs/test_lookup.py",
         "jobs/test_protect.py", "jobs/test_manifest.py", "jobs/test_journal_worker.py", "jobs/test_effect_faults.py", "jobs/test_lifecycle.py",
-        "jobs/test_worker.py", "jobs/test_within.py", "jobs/test_archive.py", "operate/test_effects_and_jobs.py", "model/test_conformance.py",
+        "jobs/test_worker.py", "operate/test_effects_and_jobs.py", "model/test_conformance.py",
     ),
     tables=True,
 )  # fmt: skip
@@ -103,7 +97,24 @@ INBOX = Area(
     ),
     tables=False,
 )  # fmt: skip
-AREAS = {"jobs": JOBS, "inbox": INBOX}
+ARCHIVE = Area(
+    ("jobs",),
+    {"jobs/archive.sql": ("_finished", "archive_jobs", "_archived_only", "drop_archives")},
+    {"jobs/archive.sql": ("jobs/test_archive.py",)},
+    ("jobs/test_archive.py",),
+    tables=False,
+)
+RIGHTS = Area(
+    ("authority",),
+    {
+        "authority/within.sql": ("within",),
+        "authority/principals.sql": ("register_principal", "grant_principal", "revoke_principal", "_change_principal"),
+    },
+    {"authority/within.sql": ("jobs/test_within.py",), "authority/principals.sql": ("jobs/test_within.py",)},
+    ("jobs/test_within.py",),
+    tables=False,
+)
+AREAS = {"jobs": JOBS, "inbox": INBOX, "archive": ARCHIVE, "rights": RIGHTS}
 
 
 def written(area: Area) -> list[Function]:

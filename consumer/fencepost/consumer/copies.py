@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Hashable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 __all__ = ["AsyncCopies", "Copies"]
@@ -81,26 +81,50 @@ class AsyncCopies:
         self._guard = threading.Lock()
         self._turns: dict[Hashable, _AsyncTurn] = {}
 
-    @asynccontextmanager
-    async def turn(self, key: Hashable, seconds: float) -> AsyncGenerator[bool, None]:
+    def turn(self, key: Hashable, seconds: float) -> _AsyncWaiting:
         """As `Copies.turn`."""
-        here = (asyncio.get_running_loop(), key)
+        return _AsyncWaiting(self._guard, self._turns, (asyncio.get_running_loop(), key), seconds)
+
+
+class _AsyncWaiting:
+    """As `_Waiting`, for asyncio."""
+
+    __slots__ = ("_guard", "_key", "_mine", "_seconds", "_turn", "_turns")
+
+    def __init__(self, guard: threading.Lock, turns: dict[Hashable, _AsyncTurn], key: Hashable, seconds: float) -> None:
+        self._guard = guard
+        self._turns = turns
+        self._key = key
+        self._seconds = seconds
+        self._mine = False
+
+    async def __aenter__(self) -> bool:
         with self._guard:
-            turn = self._turns.setdefault(here, _AsyncTurn())
+            turn = self._turns.get(self._key)
+            if turn is None:
+                turn = self._turns[self._key] = _AsyncTurn()
             turn.users += 1
-        mine = False
+            alone = turn.users == 1
+        self._turn = turn
         try:
-            if turn.users == 1:
-                mine = await turn.lock.acquire()  # nobody to wait for
+            if alone:
+                self._mine = await turn.lock.acquire()  # nobody to wait for
             else:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        mine = await turn.lock.acquire()
-            yield mine
-        finally:
-            if mine:
-                turn.lock.release()
-            with self._guard:
-                turn.users -= 1
-                if not turn.users:
-                    del self._turns[here]
+                    async with asyncio.timeout(self._seconds):
+                        self._mine = await turn.lock.acquire()
+        except BaseException:
+            self._leave()
+            raise
+        return self._mine
+
+    async def __aexit__(self, *error: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._mine:
+            self._turn.lock.release()
+        with self._guard:
+            self._turn.users -= 1
+            if not self._turn.users:
+                del self._turns[self._key]
