@@ -46,7 +46,7 @@ JOBS = Area(
     },
     {
         "jobs/fence.sql": (*ALL, "jobs/test_fence.py", "jobs/test_cancel.py"),
-        "jobs/claim.sql": (*ALL, "jobs/test_lease_pointers.py", "jobs/test_claim.py", "jobs/test_fence.py", "jobs/test_hot_path.py", "jobs/test_lifecycle.py", "jobs/test_queues.py", "jobs/test_fairness.py"),
+        "jobs/claim.sql": (*ALL, "jobs/test_lease_pointers.py", "jobs/test_claim.py", "jobs/test_fence.py", "jobs/test_hot_path.py", "jobs/test_lifecycle.py", "jobs/test_queues.py", "jobs/test_shares.py", "jobs/test_limits.py"),
         "jobs/complete_many.sql": (*ALL, "jobs/test_hot_path.py"),
         "jobs/submit.sql": ("jobs/test_guard_refusals.py", "jobs/test_submit.py"),
         "jobs/cancel.sql": (*ALL, "jobs/test_cancel.py", "jobs/test_archive.py", "jobs/test_claim.py", "jobs/test_lifecycle.py"),

@@ -179,7 +179,7 @@ BEGIN
         SELECT o.class, o.in_turn, s.step, CASE s.step WHEN 1 THEN p.share ELSE p_limit END AS share,
                ARRAY(SELECT l.priority FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS priorities,
                ARRAY(SELECT l.mark FROM priority AS l WHERE l.class = o.class ORDER BY l.priority DESC) AS marks
-        FROM generate_series(1, 2) AS s (step) CROSS JOIN one AS o LEFT JOIN part AS p ON p.class = o.class AND s.step = 1
+        FROM generate_series(1, 2) AS s (step) CROSS JOIN one AS o LEFT JOIN part AS p ON p.class = o.class
         WHERE s.step = 2 OR p.share IS NOT NULL ORDER BY s.step, o.class
     LOOP
         v_share := least(v_class.share, p_limit - cardinality(v_at));
