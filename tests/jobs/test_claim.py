@@ -179,6 +179,17 @@ def test_work_under_an_older_epoch_is_held(database: Database) -> None:
         assert show(conn) == "queued"
 
 
+def test_a_pointer_gives_a_job_of_an_older_epoch_no_claim(database18: Database) -> None:
+    """As after somebody wrote to the tables himself: the job's own epoch decides."""
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        conn.execute("INSERT INTO fencepost.tenant (tenant, epoch) VALUES ('t', 2)")
+        conn.execute("UPDATE fencepost.agenda SET epoch = 2")
+        assert claim(conn, "w", [CLASS], 1) == []
+        conn.execute("UPDATE fencepost.job SET epoch = 2")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["op-1"]
+
+
 def test_held_work_of_an_older_epoch_does_not_hold_up_what_is_behind_it(database: Database) -> None:
     with database.connect(autocommit=True) as conn:
         given(conn, "behind", tenant="u")
