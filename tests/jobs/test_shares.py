@@ -59,7 +59,7 @@ def test_a_claim_counts_what_it_has_of_a_class_against_the_limit_of_no_other(dat
     with database18.connect(autocommit=True) as conn:
         for name in CLASSES[:2]:
             for n in range(2):
-                given(conn, f"{name[0]}-{n}", job_class=name)
+                given(conn, f"{name[0]}-{n}", tenant=f"of-{name}", job_class=name)
             register_class(conn, JobClassPolicy(as_class(name), limit=1))
         assert {str(job.operation) for job in took(conn, 10, *CLASSES[:2])} == {"a-0", "b-0"}
         assert took(conn, 10, *CLASSES[:2]) == []

@@ -5,6 +5,8 @@ HELD = "the job's row is locked before, and whoever changes an effect's state, v
 EQUIVALENT: dict[str, str] = {
     "claim: IF EXISTS (SELECT FROM fencepost.lifecycle) -> true": "saves a call: where no class was handed over it refuses none",
     "claim: j.open_effects = 0 -> true": "_take and _take_turn compare it on the row that they lock, which stays as it is until the end",
+    "claim: j.exec = 'queued' -> true": "as for open_effects; and whatever takes a job out of the queue advances its generation",
+    "claim: IF v_turns <> '{}' -> true": "saves a statement: jsonb_each of an empty object has no rows, so nothing is noted",
     "claim: WHEN v_share = 0 -> false": "with nothing left to take every further step takes nothing: LIMIT 0, v_left <= 0",
     "_publication_guard: no FOR NO KEY UPDATE": (
         "fence() locks the job's row in the same (sub)transaction that inserts the row which fires this; they end together"
