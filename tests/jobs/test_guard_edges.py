@@ -14,11 +14,12 @@ from fencepost.jobs import effects
 from fencepost.jobs.cancel import cancel
 from fencepost.jobs.claim import claim
 from fencepost.jobs.fail import fail, release
-from fencepost.jobs.fence import complete_many, fence
+from fencepost.jobs.fence import complete, complete_many, fence
+from fencepost.jobs.publish import published
 from fencepost.jobs.reconcile import Verdict, reconcile
 from fencepost.jobs.renew import renew
 from fencepost.schemas.errors import EffectOpen, InvalidInput, OperationConflict, StaleFence
-from fencepost.schemas.identity import Epoch
+from fencepost.schemas.identity import Epoch, OperationId, as_tenant
 from support.database import Database
 from support.jobs import (
     CLASS,
@@ -306,5 +307,54 @@ def test_a_batch_that_is_no_list_at_all_is_refused(database18: Database) -> None
         with pytest.raises(InvalidInput) as refused:
             conn.execute("SELECT FROM fencepost.complete_many(NULL, NULL, NULL, NULL, NULL, NULL, NULL)")
         assert refused.value.field == "items"
+        with pytest.raises(InvalidInput) as refused:
+            conn.execute("SELECT FROM fencepost.complete_many('{}', '{}', '{}', '{}', '{}', '{}', '{}')")
+        assert refused.value.field == "items"
         given(conn)
         assert complete_many(conn, [claimed(conn).fence]) == {}
+
+
+def test_a_refused_item_of_a_batch_is_told_once_whatever_its_namesakes_are(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        given(conn, tenant="u")
+        given(conn, job_class=OTHER)
+        mine, *_ = (
+            job.fence for job in claim(conn, "w", [CLASS, OTHER], 10) if (job.tenant, job.job_class) == ("t", CLASS)
+        )
+        told = conn.execute(
+            "SELECT item, code, field FROM fencepost.complete_many(ARRAY['t'], ARRAY['op-1'], ARRAY[%(c)s],"
+            " ARRAY[%(g)s]::bigint[], ARRAY[%(a)s]::uuid[], ARRAY['another'], ARRAY[1]::bigint[])",
+            {"c": CLASS, "g": mine.generation, "a": mine.attempt},
+        )
+        assert told.fetchall() == [(1, "ZF020", "owner")]
+        assert complete_many(conn, [mine]) == {}
+
+
+def test_a_begin_is_read_back_by_every_part_of_its_name_while_it_is_pending(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        current = claimed(conn).fence
+        attempt = begun(conn, current)
+        for wrong in (
+            stale(current, tenant=as_tenant("u")),
+            stale(current, operation=OperationId("op-2")),
+        ):
+            assert effects.begun(conn, wrong, "e1", attempt) is None
+        assert effects.begun(conn, current, "e2", attempt) is None
+        assert effects.begun(conn, current, "e1", attempt) == effect(conn, "version")
+        effects.record(conn, current, "e1", attempt, "success", receipt="r")
+        assert effects.begun(conn, current, "e1", attempt) is None
+
+
+def test_whether_something_was_published_waits_for_the_commit_that_decides_it(database18: Database) -> None:
+    for commits in (True, False):
+        operation = f"op-{commits}"
+        with two(database18) as (auto, manual):
+            given(auto, operation)
+            current = claimed(auto, operation).fence
+            complete(manual, current)
+            asking = Background(database18, lambda conn, f=current: published(conn, f))
+            waiting(auto, asking.pid)
+            manual.commit() if commits else manual.rollback()
+            assert asking.outcome() is commits

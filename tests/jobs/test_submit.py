@@ -122,6 +122,27 @@ def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_written(databas
         assert rows(conn) == []
 
 
+def test_the_database_bounds_priorities_on_both_sides_whoever_calls(database18: Database) -> None:
+    call = "SELECT fencepost.submit('t', %(o)s, %(c)s, '{}', 'ref:x', NULL, NULL, %(p)s)"
+    with database18.connect() as conn:
+        for priority in (-1_000_000, 1_000_000):
+            assert conn.execute(call, {"o": f"op{priority}", "c": CLASS, "p": priority}).fetchone() == (True,)
+        for priority in (-1_000_001, 1_000_001):
+            with pytest.raises(InvalidInput) as refused, conn.transaction():
+                conn.execute(call, {"o": "op", "c": CLASS, "p": priority})
+            assert refused.value.field == "priority"
+
+
+def test_the_same_operation_of_another_tenant_is_no_conflict(database18: Database) -> None:
+    with database18.connect() as conn:
+        for again in (False, True):
+            for tenant in ("t", "a", "z"):
+                made = submit(conn, CLASS, tenant=tenant, operation="op", args={"of": tenant})
+                assert made is not again
+        with pytest.raises(OperationConflict):
+            submit(conn, CLASS, tenant="t", operation="op", args={"of": "a"})
+
+
 def test_run_at_means_the_same_instant_in_every_zone_and_is_judged_by_the_database(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

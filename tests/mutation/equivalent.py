@@ -21,6 +21,7 @@ EQUIVALENT: dict[str, str] = {
     "begin_effect: coalesce(e.request_digest, p_request_digest) = p_request_digest -> true": (
         "a row of this class was compared above, and cannot have changed since: " + HELD
     ),
+    "complete_many: IF cardinality(v_done) = cardinality(p_tenants) -> false": "saves a statement: its WHERE leaves out what is done",
     "complete_many: j.exec = 'running' -> true": (
         "CHECK of job: an attempt is set exactly while it is running, and j.attempt = u.attempt is compared as well"
     ),

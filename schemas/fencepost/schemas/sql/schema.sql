@@ -5844,7 +5844,7 @@ BEGIN
     PERFORM fencepost._require_binding(p_binding);
     IF p_args IS NULL OR octet_length(p_args) > 1048576 THEN
         PERFORM fencepost._refuse('ZF003', 'args are null or larger than 1 MiB', 'args', 'store them elsewhere and pass a reference');
-    ELSIF p_run_at IS NOT NULL AND p_run_at NOT BETWEEN '2000-01-01 00:00+00' AND clock_timestamp() + interval '10 years' THEN
+    ELSIF p_run_at NOT BETWEEN '2000-01-01 00:00+00' AND clock_timestamp() + interval '10 years' THEN
         PERFORM fencepost._refuse('ZF003', 'run_at is not within the next ten years', 'run_at', 'give an instant with a time zone');
     ELSIF p_priority NOT BETWEEN -1000000 AND 1000000 THEN
         -- What lies beyond is the agenda's own.
