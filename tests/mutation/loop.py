@@ -156,7 +156,8 @@ class Loop:
         try:
             # What the last test shared with its neighbours ends only when this one does not share it.
             item.session._setupstate.teardown_exact(item)  # pyright: ignore[reportPrivateUsage]
-            reports = runtestprotocol(item, log=False, nextitem=cast(pytest.Item, item.parent))
+            # Nothing but the services is kept: what a module shares may be what a mutant left behind.
+            reports = runtestprotocol(item, log=False, nextitem=cast(pytest.Item, item.session))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
