@@ -18,8 +18,9 @@ from fencepost.jobs.fence import complete, complete_many, fence
 from fencepost.jobs.publish import published
 from fencepost.jobs.reconcile import Verdict, reconcile
 from fencepost.jobs.renew import renew
+from fencepost.jobs.stage import stage
 from fencepost.schemas.errors import EffectOpen, InvalidInput, OperationConflict, StaleFence
-from fencepost.schemas.identity import Epoch, OperationId, as_tenant
+from fencepost.schemas.identity import Attempt, Epoch, OperationId, as_class, as_tenant
 from support.database import Database
 from support.jobs import (
     CLASS,
@@ -345,6 +346,73 @@ def test_a_begin_is_read_back_by_every_part_of_its_name_while_it_is_pending(data
         assert effects.begun(conn, current, "e1", attempt) == effect(conn, "version")
         effects.record(conn, current, "e1", attempt, "success", receipt="r")
         assert effects.begun(conn, current, "e1", attempt) is None
+
+
+def test_nothing_is_staged_for_a_job_by_an_attempt_of_another(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        given(conn, "op-2")
+        given(conn, job_class=OTHER)
+        current = claimed(conn).fence
+        for wrong in (
+            stale(current, operation=OperationId("op-2")),
+            stale(current, job_class=as_class(OTHER)),
+            stale(current, attempt=Attempt(uuid4())),
+        ):
+            with pytest.raises(StaleFence) as refused:
+                stage(conn, wrong, {"n": 1})
+            assert refused.value.field == "attempt"
+        assert stage(conn, current, {"n": 1})
+        assert conn.execute("SELECT operation, class FROM fencepost.staged").fetchall() == [("op-1", CLASS)]
+
+
+def test_a_suspect_job_begins_what_is_on_record_and_nothing_new(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn, policy="resumable")
+        current = claimed(conn).fence
+        effects.record(conn, current, "e1", begun(conn, current), "failed_before_dispatch", reason="refused")
+        conn.execute("UPDATE fencepost.job SET suspect = true, quiescent_at = now()")
+        with pytest.raises(EffectOpen) as refused:
+            begun(conn, current, "e2")
+        assert refused.value.field == "suspect"
+        attempt = begun(conn, current)
+        effects.record(conn, current, "e1", attempt, "success", receipt="r")
+        conn.execute("UPDATE fencepost.job SET suspect = false")
+        assert begun(conn, current, "e2")
+
+
+def test_an_unknown_effect_stays_whose_it_is_and_as_old_when_evidence_contradicts_it(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        current = claimed(conn).fence
+        effects.record(conn, current, "e1", begun(conn, current), "unknown", reason="timeout")
+        conn.execute(
+            "UPDATE fencepost.effect SET assignee = 'bob', unknown_since = now() - interval '1 h', escalations = 1"
+        )
+        before = conn.execute("SELECT assignee, unknown_since, escalations FROM fencepost.effect").fetchone()
+        conn.execute("UPDATE fencepost.effect SET contradicted = true")
+        assert conn.execute("SELECT assignee, unknown_since, escalations FROM fencepost.effect").fetchone() == before
+        assert effect(conn, "severity") == "critical"
+
+
+def test_an_effect_escalates_once_for_each_step_and_by_the_policy_of_its_own_class(database18: Database) -> None:
+    policy = "SELECT fencepost.set_escalation(%(c)s, 'ops', ARRAY['1 h', '3 h']::interval[], ARRAY[%(s)s, 'critical'], ARRAY[%(to)s, 'boss'])"
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        given(conn, job_class=OTHER)
+        conn.execute(policy, {"c": OTHER, "s": "critical", "to": "others"})
+        conn.execute(policy, {"c": CLASS, "s": "high", "to": "lead"})
+        current = claimed(conn).fence
+        effects.record(conn, current, "e1", begun(conn, current), "unknown", reason="timeout")
+        assert conn.execute("SELECT fencepost.escalate_effects(10)").fetchone() == (0,)
+        conn.execute("UPDATE fencepost.effect SET unknown_since = now() - interval '2 h'")
+        for escalated in (1, 0):
+            assert conn.execute("SELECT fencepost.escalate_effects(10)").fetchone() == (escalated,)
+            assert (effect(conn, "severity"), effect(conn, "assignee")) == ("high", "lead")
+        conn.execute("UPDATE fencepost.effect SET unknown_since = now() - interval '1 d'")
+        for escalated in (1, 0):
+            assert conn.execute("SELECT fencepost.escalate_effects(10)").fetchone() == (escalated,)
+            assert (effect(conn, "severity"), effect(conn, "assignee")) == ("critical", "boss")
 
 
 def test_whether_something_was_published_waits_for_the_commit_that_decides_it(database18: Database) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta, timezone
+from itertools import product
 from typing import Any
 
 import psycopg
@@ -133,14 +134,15 @@ def test_the_database_bounds_priorities_on_both_sides_whoever_calls(database18: 
             assert refused.value.field == "priority"
 
 
-def test_the_same_operation_of_another_tenant_is_no_conflict(database18: Database) -> None:
+def test_what_differs_in_one_part_of_its_name_is_no_conflict(database18: Database) -> None:
+    jobs = list(product(("m", "a", "z"), ("m.m", "a.a", "z.z"), ("m", "a", "z")))
     with database18.connect() as conn:
         for again in (False, True):
-            for tenant in ("t", "a", "z"):
-                made = submit(conn, CLASS, tenant=tenant, operation="op", args={"of": tenant})
-                assert made is not again
+            for tenant, job_class, operation in jobs:
+                args = {"of": [tenant, job_class, operation]}
+                assert submit(conn, job_class, tenant=tenant, operation=operation, args=args) is not again
         with pytest.raises(OperationConflict):
-            submit(conn, CLASS, tenant="t", operation="op", args={"of": "a"})
+            submit(conn, "m.m", tenant="m", operation="m", args={"of": ["a", "m.m", "m"]})
 
 
 def test_run_at_means_the_same_instant_in_every_zone_and_is_judged_by_the_database(

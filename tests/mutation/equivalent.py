@@ -14,6 +14,13 @@ EQUIVALENT: dict[str, str] = {
     "_leave: e.state = 'pending' -> true": "_forget compares it again; saves a call for each effect that is settled",
     "_take: a.due <= p_now -> true": "the job's run_at is compared as well, and decides; saves looking at jobs that are not due",
     "_take: k.exec = 'queued' -> true": "whatever takes a job out of the queue advances its generation, which is compared as well",
+    "submit: IF NOT FOUND -> false": (
+        "jobs are never deleted, and what an old snapshot does not see makes ON CONFLICT itself raise 40001"
+    ),
+    "_decided: row comparison without v_was.kind": (
+        "a reconciliation always has an evidence_kind and an assignment never, and that is compared as well"
+    ),
+    "escalate_effects: e.state = 'unknown' -> true": "CHECK: unknown_since is set exactly while the effect is unknown",
     "begin_effect: IF FOUND -> true": "without an effect every column of v_effect is null, and no branch is taken by null",
     "begin_effect: e.state IN ('failed_before_dispatch', 'resolved_not_applied') -> true": (
         "a row that appeared since it was looked at is another class's (this job's row is locked), which the next predicate refuses"

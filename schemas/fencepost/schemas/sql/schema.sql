@@ -2337,16 +2337,15 @@ BEGIN
     PERFORM fencepost._enter();
     FOR v_due IN
         SELECT e.* FROM fencepost.effect AS e JOIN fencepost.job_class AS c ON c.class = e.class
-        WHERE e.state = 'unknown' AND e.escalations < cardinality(c.escalate_after)
-          AND e.unknown_since + c.escalate_after[e.escalations + 1] <= (SELECT clock_timestamp())
+        WHERE e.state = 'unknown' AND e.unknown_since + c.escalate_after[e.escalations + 1] <= (SELECT clock_timestamp())
         ORDER BY e.unknown_since, e.tenant, e.operation, e.effect_key LIMIT p_limit FOR NO KEY UPDATE OF e SKIP LOCKED
     LOOP
         SELECT c.* INTO STRICT v_class FROM fencepost.job_class AS c WHERE c.class = v_due.class;
         v_step := v_due.escalations;
         v_severity := v_due.severity;
         v_assignee := v_due.assignee;
-        WHILE v_step < cardinality(v_class.escalate_after)
-              AND v_due.unknown_since + v_class.escalate_after[v_step + 1] <= clock_timestamp() LOOP
+        -- Null behind the last step.
+        WHILE v_due.unknown_since + v_class.escalate_after[v_step + 1] <= clock_timestamp() LOOP
             v_step := v_step + 1;
             v_severity := fencepost._more_severe(v_severity, v_class.escalate_severity[v_step]);
             v_assignee := coalesce(v_class.escalate_to[v_step], v_assignee);
