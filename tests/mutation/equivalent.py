@@ -20,6 +20,12 @@ EQUIVALENT: dict[str, str] = {
     "_decided: row comparison without v_was.kind": (
         "a reconciliation always has an evidence_kind and an assignment never, and that is compared as well"
     ),
+    "escalate_effects: WHEN v_step = v_due.escalations -> false": (
+        "the query lets through only what has a step due; of use where a policy changes in between"
+    ),
+    "take_lookups: (l.due_at IS NULL OR l.due_at <= (SELECT clock_timestamp())) -> true": (
+        "what is not due sorts behind all that is, and the WHERE of the upsert compares it again"
+    ),
     "escalate_effects: e.state = 'unknown' -> true": "CHECK: unknown_since is set exactly while the effect is unknown",
     "begin_effect: IF FOUND -> true": "without an effect every column of v_effect is null, and no branch is taken by null",
     "begin_effect: e.state IN ('failed_before_dispatch', 'resolved_not_applied') -> true": (

@@ -2381,7 +2381,7 @@ BEGIN
     PERFORM fencepost._require_identity('assignee', p_assignee);
     PERFORM fencepost._require_identity('actor', p_actor);
     PERFORM fencepost._require_identity('reason', p_reason);
-    IF p_severity IS NOT NULL AND p_severity NOT IN ('normal', 'high', 'critical') THEN
+    IF p_severity NOT IN ('normal', 'high', 'critical') THEN
         PERFORM fencepost._refuse('ZF003', 'severity is not normal, high or critical', 'severity', NULL);
     ELSIF p_decision_id IS NULL THEN
         PERFORM fencepost._refuse('ZF003', 'decision_id is null', 'decision_id', 'make a new UUID for every decision');

@@ -1,0 +1,195 @@
+"""Unknown effects, each by its own name: who is asked about, who escalates, and who waits for whom."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from fencepost.jobs import effects, lookup
+from fencepost.jobs.claim import claim
+from fencepost.jobs.escalation import assign
+from fencepost.jobs.lookup import DidNotHappen, Landed, Taken
+from fencepost.jobs.reconcile import reconcile
+from fencepost.schemas.errors import NotArmed, NotUnknown, StaleEffectAttempt
+from support.database import Database
+from support.jobs import CLASS, Background, Conn, begun, given, two, waiting
+
+OTHER = "another.class"
+# Same tenant, operation or key, each with one part that differs.
+NAMES = (("t", "op-1", "e1"), ("u", "op-1", "e1"), ("t", "op-2", "e1"), ("t", "op-1", "e2"))
+ONE, *NAMESAKES = NAMES
+BY: dict[str, Any] = {"actor": "ann", "reason": "looked"}
+
+
+def unknown(conn: Conn, *names: tuple[str, str, str], kind: effects.Kind = "lookup") -> None:
+    """An unknown effect of each name, each job with what it has."""
+    for tenant, operation in dict.fromkeys((tenant, operation) for tenant, operation, _ in names):
+        given(conn, operation, tenant=tenant, policy="resumable", network_bound=60.0)
+        (job,) = claim(conn, "w", [CLASS], 1)
+        assert (job.tenant, job.operation) == (tenant, operation)
+        keys = [name[2] for name in names if name[:2] == (tenant, operation)]
+        attempts = {key: begun(conn, job.fence, key, kind=kind) for key in keys}
+        # The others are unknown with it: the job is taken from whoever ran it.
+        effects.record(conn, job.fence, keys[0], attempts[keys[0]], "unknown", reason="timeout")
+
+
+def take(conn: Conn, by: UUID | None = None, limit: int = 10) -> list[Taken]:
+    return lookup.take(conn, [CLASS], by or uuid4(), limit=limit, lease=60.0, patience=1.0)
+
+
+def named(taken: list[Taken]) -> list[tuple[str, str, str]]:
+    return [(str(t.asked.tenant), str(t.asked.operation), str(t.asked.effect_key)) for t in taken]
+
+
+def rows(conn: Conn, columns: str, table: str = "effect") -> dict[tuple[str, str, str], Any]:
+    found = conn.execute(f"SELECT tenant, operation, effect_key, {columns} FROM fencepost.{table}".encode())
+    return {(row[0], row[1], row[2]): row[3:] for row in found.fetchall()}
+
+
+def at(conn: Conn, name: tuple[str, str, str], change: str, table: str = "effect") -> None:
+    """Changes one row behind everybody's back."""
+    conn.execute(
+        f"UPDATE fencepost.{table} SET {change} WHERE (tenant, operation, effect_key) = (%s, %s, %s)".encode(), name
+    )
+
+
+@pytest.mark.parametrize("namesake", NAMESAKES)
+def test_a_question_about_one_effect_is_none_about_its_namesake(
+    database18: Database, namesake: tuple[str, str, str]
+) -> None:
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, ONE)
+        assert named(take(conn)) == [ONE]
+        if namesake[:2] == ONE[:2]:
+            conn.execute(
+                "INSERT INTO fencepost.effect (tenant, operation, effect_key, class, kind, state, effect_attempt,"
+                " dispatch_deadline, quiescent_at) SELECT tenant, operation, 'e2', class, kind, state, gen_random_uuid(),"
+                " dispatch_deadline, quiescent_at FROM fencepost.effect"
+            )
+        else:
+            unknown(conn, namesake)
+        assert named(take(conn)) == [namesake]
+        assert take(conn) == []
+
+
+def test_a_begin_in_a_journal_is_about_its_own_effect_and_about_another_attempt_of_it(database18: Database) -> None:
+    """The effect, and one that has the begin."""
+    event = (
+        "INSERT INTO fencepost.effect_event (tenant, operation, effect_key, effect_attempt, was, became, reason, version)"
+        " SELECT %s, %s, %s, %s, 'unknown', 'unknown', %s, 1"
+    )
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, *NAMES)
+        attempts = rows(conn, "effect_attempt")
+        conn.execute(event, (*ONE, attempts[ONE][0], "journalled_begin"))
+        conn.execute(event, (*ONE, uuid4(), "begun_before"))
+        for name in NAMESAKES:
+            conn.execute(event, (*name, uuid4(), "journalled_begin"))
+        assert named(take(conn)) == [ONE]
+        # A provider that knows all begins under one key is asked all the same.
+        conn.execute("UPDATE fencepost.effect SET kind = 'keyed'")
+        assert sorted(named(take(conn))) == sorted(NAMESAKES)
+
+
+def test_who_asks_at_the_same_moment_waits_and_asks_nothing_twice(database18: Database) -> None:
+    with two(database18) as (auto, manual):
+        unknown(auto, ONE)
+        assert named(take(manual)) == [ONE]
+        late = Background(database18, take)
+        waiting(auto, late.pid)
+        manual.commit()
+        assert late.outcome() == []
+
+
+@pytest.mark.parametrize("namesake", NAMESAKES)
+def test_an_answer_to_a_question_that_another_has_taken_over_settles_nothing(
+    database18: Database, namesake: tuple[str, str, str]
+) -> None:
+    """Both were taken under one name, and the namesake's still is."""
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, ONE, namesake)
+        by = uuid4()
+        taken = {name: t for t in take(conn, by) for name in named([t])}
+        at(conn, ONE, f"taken_by = '{uuid4()}'", "lookup")
+        landed = Landed("r", "provider/1")
+        with pytest.raises(StaleEffectAttempt):
+            lookup.settle(conn, taken[ONE], landed, decision_id=uuid4(), actor="w")
+        assert not lookup.defer(conn, taken[ONE], "none", 1.0)
+        assert rows(conn, "answer", "lookup")[ONE] == rows(conn, "answer", "lookup")[namesake] == (None,)
+        assert lookup.defer(conn, taken[namesake], "none", 1.0)
+        at(conn, ONE, f"taken_by = '{by}'", "lookup")
+        assert lookup.settle(conn, taken[ONE], landed, decision_id=uuid4(), actor="w") == "resolved_applied"
+        assert rows(conn, "answer", "lookup") == {ONE: ("applied",), namesake: ("none",)}
+
+
+@pytest.mark.parametrize("of", NAMES)
+def test_a_negative_answer_waits_for_the_quiescence_of_its_own_effect(
+    database18: Database, of: tuple[str, str, str]
+) -> None:
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, *NAMES)
+        at(conn, of, "dispatch_deadline = now() - interval '2 s', quiescent_at = now() - interval '1 s'")
+        taken = {name: t for t in take(conn) for name in named([t])}
+        settled = lookup.settle(conn, taken[of], DidNotHappen("provider/1"), decision_id=uuid4(), actor="w")
+        assert settled == "resolved_not_applied"
+        assert {name: state for name, (state,) in rows(conn, "state").items() if name != of} == {
+            name: "unknown" for name in NAMES if name != of
+        }
+
+
+def test_each_effect_escalates_alone(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, *NAMES)
+        conn.execute(
+            "UPDATE fencepost.job_class SET escalate_after = '{1 h}', escalate_severity = '{high}', escalate_to = '{boss}'"
+        )
+        at(conn, ONE, "unknown_since = now() - interval '2 h'")
+        assert conn.execute("SELECT fencepost.escalate_effects(10)").fetchone() == (1,)
+        severities = rows(conn, "severity")
+        assert severities == {name: ("normal",) for name in NAMESAKES} | {ONE: ("high",)}
+
+
+def test_what_is_not_due_takes_nobodys_place_when_effects_escalate(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn, "old", job_class=OTHER)
+        unknown(conn, ONE)
+        conn.execute(
+            "INSERT INTO fencepost.effect (tenant, operation, effect_key, class, kind, state, effect_attempt, dispatch_deadline,"
+            " quiescent_at) VALUES ('t', 'old', 'e1', %s, 'opaque', 'unknown', gen_random_uuid(), now(), now())",
+            (OTHER,),
+        )
+        conn.execute(
+            "UPDATE fencepost.job_class SET escalate_after = '{1 h}', escalate_severity = '{high}', escalate_to = '{boss}'"
+        )
+        conn.execute("UPDATE fencepost.job_class SET escalate_after = '{9 d}' WHERE class = %s", (OTHER,))
+        conn.execute("UPDATE fencepost.effect SET unknown_since = now() - interval '2 h'")
+        at(conn, ("t", "old", "e1"), "unknown_since = now() - interval '1 d'")
+        assert conn.execute("SELECT fencepost.escalate_effects(1)").fetchone() == (1,)
+        assert rows(conn, "severity") == {ONE: ("high",), ("t", "old", "e1"): ("normal",)}
+
+
+def test_nothing_escalates_in_a_database_that_is_not_armed(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        assert conn.execute("SELECT fencepost.escalate_effects(1)").fetchone() == (0,)
+        conn.execute("DELETE FROM fencepost.ticket")
+        with pytest.raises(NotArmed):
+            conn.execute("SELECT fencepost.escalate_effects(1)")
+
+
+def test_what_is_settled_at_this_moment_is_given_to_nobody(database18: Database) -> None:
+    with two(database18) as (auto, manual):
+        unknown(auto, ONE)
+        at(auto, ONE, "dispatch_deadline = now() - interval '2 s', quiescent_at = now() - interval '1 s'")
+        version: int = rows(auto, "version")[ONE][0]
+        assign(auto, *ONE, version=version, assignee="bob", **BY)
+        reconcile(
+            manual, *ONE, version=version, verdict="not_applied", evidence_kind="operator", evidence_ref="mail", **BY
+        )
+        late = Background(database18, lambda conn: assign(conn, *ONE, version=version, assignee="eve", **BY))
+        waiting(auto, late.pid)
+        manual.commit()
+        with pytest.raises(NotUnknown):
+            late.outcome()
+        assert rows(auto, "assignee")[ONE] == ("bob",)
