@@ -422,7 +422,7 @@ def test_whether_something_was_published_waits_for_the_commit_that_decides_it(da
             given(auto, operation)
             current = claimed(auto, operation).fence
             complete(manual, current)
-            asking = Background(database18, lambda conn, f=current: published(conn, f))
+            asking = Background(database18, partial(published, f=current))
             waiting(auto, asking.pid)
             manual.commit() if commits else manual.rollback()
             assert asking.outcome() is commits

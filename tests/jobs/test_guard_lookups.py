@@ -139,6 +139,118 @@ def test_a_negative_answer_waits_for_the_quiescence_of_its_own_effect(
         }
 
 
+def test_an_effect_whose_begin_nobody_knows_is_asked_about_only_where_one_key_is_enough(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, *NAMES)
+        at(conn, ONE, "effect_attempt = NULL")
+        assert sorted(named(take(conn))) == sorted(NAMESAKES)
+        at(conn, ONE, "kind = 'keyed'")
+        assert named(take(conn)) == [ONE]
+
+
+def test_questions_are_counted_for_each_version_and_a_quiescence_that_is_over_is_none(database18: Database) -> None:
+    ask = "SELECT asks, quiescent_ms FROM fencepost.take_lookups(%s, gen_random_uuid(), 1, '1 min')"
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, ONE)
+        for change, expected in (("", 1), ("", 2), ("version = version + 1", 1), ("", 2)):
+            if change:
+                at(conn, ONE, change)
+            row = conn.execute(ask, ([CLASS],)).fetchone()
+            assert row is not None and row[0] == expected and 0 < row[1] < 90_000
+            at(conn, ONE, "due_at = now() - interval '1 s'", "lookup")
+        at(conn, ONE, "dispatch_deadline = now() - interval '2 s', quiescent_at = now() - interval '1 s'")
+        assert conn.execute(ask, ([CLASS],)).fetchone() == (3, 0)
+
+
+def test_an_answer_is_not_written_over_the_question_of_who_took_it_over_meanwhile(database18: Database) -> None:
+    with two(database18) as (auto, manual):
+        unknown(auto, ONE)
+        (taken,) = take(auto)
+        manual.execute("SELECT FROM fencepost.job FOR UPDATE")
+        settling = Background(
+            database18,
+            lambda conn: lookup.settle(conn, taken, Landed("r", "provider/1"), decision_id=uuid4(), actor="w"),
+        )
+        waiting(auto, settling.pid)
+        at(auto, ONE, f"taken_by = '{uuid4()}'", "lookup")
+        manual.rollback()
+        assert settling.outcome() == "resolved_applied"
+        assert rows(auto, "answer", "lookup") == {ONE: (None,)}
+
+
+def test_a_pending_effect_of_a_running_job_does_not_expire_for_a_namesake_that_rests(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        (job,) = claim(conn, "w", [CLASS], 1)
+        begun(conn, job.fence)
+        at(conn, ONE, "dispatch_deadline = now() - interval '2 s', quiescent_at = now() - interval '1 s'")
+        given(conn, job_class=OTHER)
+        expired = "SELECT fencepost._expire_effects(ARRAY[%s, %s], 10)"
+        assert conn.execute(expired, (CLASS, OTHER)).fetchone() == (0,)
+        assert rows(conn, "state") == {ONE: ("pending",)}
+        conn.execute(
+            "UPDATE fencepost.job SET exec = 'cancelled', attempt = NULL, owner = NULL, lease_until = NULL WHERE class = %s",
+            (CLASS,),
+        )
+        assert conn.execute(expired, (CLASS, OTHER)).fetchone() == (1,)
+
+
+def test_an_outcome_leaves_a_running_job_as_it_is_but_for_its_count(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        (job,) = claim(conn, "w", [CLASS], 1)
+        attempt = begun(conn, job.fence)
+        look = "SELECT run_at, reason, exec, generation, open_effects FROM fencepost.job"
+        before = conn.execute(look).fetchone()
+        effects.record(conn, job.fence, "e1", attempt, "success", receipt="r")
+        assert before is not None and conn.execute(look).fetchone() == (*before[:4], 0)
+
+
+PRESENT = "SELECT fencepost.present_begin('t', 'op-1', %(c)s, 'e1', 'lookup', %(e)s, %(a)s, sha256('x'))"
+
+
+def test_a_begin_that_may_still_commit_is_waited_for_and_then_known(database18: Database) -> None:
+    for commits, verdict in ((False, "unknown"), (True, "known")):
+        with two(database18) as (auto, manual):
+            auto.execute(
+                "UPDATE fencepost.job SET exec = 'cancelled', attempt = NULL, owner = NULL, lease_until = NULL"
+            )
+            given(auto, "op-1", job_class=(name := f"class.{verdict}"))
+            (job,) = claim(auto, "w", [name], 1)
+            key = f"of-{verdict}"
+            attempt = begun(manual, job.fence, key)
+            values = {"c": name, "e": attempt, "a": job.fence.attempt}
+            late = Background(
+                database18, lambda conn, v=values, k=key: conn.execute(PRESENT.replace("'e1'", f"'{k}'"), v).fetchone()
+            )
+            waiting(auto, late.pid)
+            manual.commit() if commits else manual.rollback()
+            assert late.outcome() == (verdict,)
+
+
+def test_a_begin_of_a_journal_blocks_its_own_job_and_shortens_no_quiescence(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        for tenant, operation, job_class in (
+            ("t", "op-1", CLASS),
+            ("u", "op-1", CLASS),
+            ("t", "op-2", CLASS),
+            ("t", "op-1", OTHER),
+        ):
+            given(conn, operation, tenant=tenant, job_class=job_class)
+        conn.execute(
+            "INSERT INTO fencepost.effect (tenant, operation, effect_key, class, kind, state, effect_attempt, begun_by,"
+            " request_digest, dispatch_deadline, quiescent_at) VALUES ('t', 'op-1', 'e1', %s, 'lookup', 'failed_before_dispatch',"
+            " gen_random_uuid(), gen_random_uuid(), sha256('x'), now(), now() + interval '1 d')",
+            (CLASS,),
+        )
+        assert conn.execute(PRESENT, {"c": CLASS, "e": uuid4(), "a": uuid4()}).fetchone() == ("unknown",)
+        row = conn.execute("SELECT quiescent_at > now() + interval '23 h' FROM fencepost.effect").fetchone()
+        assert row == (True,)
+        states = conn.execute("SELECT tenant, operation, class, exec FROM fencepost.job").fetchall()
+        assert {row[:3] for row in states if row[3] == "blocked"} == {("t", "op-1", CLASS)}
+        assert len([row for row in states if row[3] == "queued"]) == 3
+
+
 def test_each_effect_escalates_alone(database18: Database) -> None:
     with database18.connect(autocommit=True) as conn:
         unknown(conn, *NAMES)
