@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -209,6 +210,10 @@ def test_an_outcome_leaves_a_running_job_as_it_is_but_for_its_count(database18: 
 PRESENT = "SELECT fencepost.present_begin('t', 'op-1', %(c)s, 'e1', 'lookup', %(e)s, %(a)s, sha256('x'))"
 
 
+def presented(conn: Conn, key: str, values: dict[str, Any]) -> tuple[Any, ...] | None:
+    return conn.execute(PRESENT.replace("'e1'", f"'{key}'"), values).fetchone()
+
+
 def test_a_begin_that_may_still_commit_is_waited_for_and_then_known(database18: Database) -> None:
     for commits, verdict in ((False, "unknown"), (True, "known")):
         with two(database18) as (auto, manual):
@@ -220,9 +225,7 @@ def test_a_begin_that_may_still_commit_is_waited_for_and_then_known(database18: 
             key = f"of-{verdict}"
             attempt = begun(manual, job.fence, key)
             values = {"c": name, "e": attempt, "a": job.fence.attempt}
-            late = Background(
-                database18, lambda conn, v=values, k=key: conn.execute(PRESENT.replace("'e1'", f"'{k}'"), v).fetchone()
-            )
+            late = Background(database18, partial(presented, key=key, values=values))
             waiting(auto, late.pid)
             manual.commit() if commits else manual.rollback()
             assert late.outcome() == (verdict,)
