@@ -207,6 +207,68 @@ def test_an_outcome_leaves_a_running_job_as_it_is_but_for_its_count(database18: 
         assert before is not None and conn.execute(look).fetchone() == (*before[:4], 0)
 
 
+def record(conn: Conn, name: tuple[str, str, str], attempt: UUID, receipt: str = "r") -> str:
+    """A success, as a client of any kind may say it."""
+    row = conn.execute(
+        "SELECT fencepost.record_effect(%s, %s, %s, %s, 'success', %s, NULL, NULL)", (*name, attempt, receipt)
+    ).fetchone()
+    assert row is not None
+    return str(row[0])
+
+
+def test_a_receipt_belongs_to_a_begin_of_its_own_effect(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, *NAMES)
+        attempts = {name: attempt for name, (attempt,) in rows(conn, "effect_attempt").items()}
+        for namesake in NAMESAKES:
+            with pytest.raises(StaleEffectAttempt):
+                record(conn, ONE, attempts[namesake])
+        at(conn, ONE, f"effect_attempt = '{uuid4()}', version = version + 1")
+        assert record(conn, ONE, attempts[ONE]) == "superseded"
+        assert {name for name, (flag,) in rows(conn, "contradicted").items() if flag} == {ONE}
+        assert record(conn, NAMES[1], attempts[NAMES[1]]) == "success"
+
+
+def test_nothing_is_forgotten_of_an_effect_that_is_not_pending(database18: Database) -> None:
+    count = "SELECT count(*) FROM fencepost.effect_event"
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, ONE)
+        before = conn.execute(count).fetchone()
+        conn.execute("SELECT fencepost._forget('t', 'op-1', 'e1', 'deadline_passed')")
+        assert conn.execute(count).fetchone() == before
+        conn.execute("ALTER TABLE fencepost.effect DISABLE TRIGGER USER")
+        try:
+            at(conn, ONE, "state = 'pending', unknown_since = NULL")
+        finally:
+            conn.execute("ALTER TABLE fencepost.effect ENABLE TRIGGER USER")
+        conn.execute("SELECT fencepost._forget('t', 'op-1', 'e1', 'deadline_passed')")
+        assert before is not None and conn.execute(count).fetchone() == (before[0] + 1,)
+
+
+def test_another_receipt_of_an_effect_that_happened_is_kept_beside_the_first(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, ONE)
+        ((attempt,),) = rows(conn, "effect_attempt").values()
+        for receipt in ("r-1", "r-1", "r-2"):
+            assert record(conn, ONE, attempt, receipt) == "success"
+        assert rows(conn, "receipt") == {ONE: ("r-1",)}
+        kept = conn.execute("SELECT receipt FROM fencepost.effect_event WHERE reason = 'another_receipt'").fetchall()
+        assert kept == [("r-2",)]
+
+
+@pytest.mark.parametrize("state", ["unknown", "success", "resolved_applied"])
+def test_a_begin_of_a_journal_changes_no_effect_that_happened_or_may_have(database18: Database, state: str) -> None:
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, ONE)
+        if state == "success":
+            record(conn, ONE, rows(conn, "effect_attempt")[ONE][0])
+        elif state == "resolved_applied":
+            (taken,) = take(conn)
+            lookup.settle(conn, taken, Landed("r", "provider/1"), decision_id=uuid4(), actor="w")
+        assert conn.execute(PRESENT, {"c": CLASS, "e": uuid4(), "a": uuid4()}).fetchone() == ("superseded",)
+        assert rows(conn, "state") == {ONE: (state,)}
+
+
 PRESENT = "SELECT fencepost.present_begin('t', 'op-1', %(c)s, 'e1', 'lookup', %(e)s, %(a)s, sha256('x'))"
 
 
@@ -243,7 +305,7 @@ def test_a_begin_of_a_journal_blocks_its_own_job_and_shortens_no_quiescence(data
         conn.execute(
             "INSERT INTO fencepost.effect (tenant, operation, effect_key, class, kind, state, effect_attempt, begun_by,"
             " request_digest, dispatch_deadline, quiescent_at) VALUES ('t', 'op-1', 'e1', %s, 'lookup', 'failed_before_dispatch',"
-            " gen_random_uuid(), gen_random_uuid(), sha256('x'), now(), now() + interval '1 d')",
+            " gen_random_uuid(), gen_random_uuid(), sha256('x'), now() - interval '1 d', now() + interval '1 d')",
             (CLASS,),
         )
         assert conn.execute(PRESENT, {"c": CLASS, "e": uuid4(), "a": uuid4()}).fetchone() == ("unknown",)
@@ -252,6 +314,12 @@ def test_a_begin_of_a_journal_blocks_its_own_job_and_shortens_no_quiescence(data
         states = conn.execute("SELECT tenant, operation, class, exec FROM fencepost.job").fetchall()
         assert {row[:3] for row in states if row[3] == "blocked"} == {("t", "op-1", CLASS)}
         assert len([row for row in states if row[3] == "queued"]) == 3
+        # And what was quiescent is so no longer: a call of this begin may be under way.
+        at(conn, ONE, "state = 'failed_before_dispatch', quiescent_at = now() - interval '1 h', reason = NULL")
+        assert conn.execute(PRESENT, {"c": CLASS, "e": uuid4(), "a": uuid4()}).fetchone() == ("unknown",)
+        assert conn.execute("SELECT quiescent_at > now() - interval '1 min' FROM fencepost.effect").fetchone() == (
+            True,
+        )
 
 
 def test_each_effect_escalates_alone(database18: Database) -> None:
