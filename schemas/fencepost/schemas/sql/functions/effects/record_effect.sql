@@ -137,7 +137,7 @@ BEGIN
     ELSIF p_outcome = 'success' AND v_effect.state IN ('failed_before_dispatch', 'resolved_not_applied') THEN
         PERFORM fencepost._dispute(v_effect, p_receipt, p_result);
         RETURN 'unknown';
-    ELSIF p_outcome = 'success' AND v_effect.state = 'unknown' AND v_effect.reason = 'contradicted' THEN
+    ELSIF p_outcome = 'success' AND v_effect.reason = 'contradicted' THEN
         RETURN 'unknown';
     ELSIF v_effect.state NOT IN ('pending', 'unknown') OR v_outcome = 'unknown' AND v_effect.state = 'unknown' THEN
         PERFORM fencepost._refuse('ZF033', 'the effect is already ' || v_effect.state, 'effect_key', 'nothing is left to record');
