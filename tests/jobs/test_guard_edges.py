@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from psycopg.errors import SerializationFailure
 
 from fencepost.jobs import effects
 from fencepost.jobs.cancel import cancel
@@ -19,7 +20,7 @@ from fencepost.jobs.publish import published
 from fencepost.jobs.reconcile import Verdict, reconcile
 from fencepost.jobs.renew import renew
 from fencepost.jobs.stage import stage
-from fencepost.schemas.errors import EffectOpen, InvalidInput, OperationConflict, StaleFence
+from fencepost.schemas.errors import EffectOpen, FencepostError, InvalidInput, OperationConflict, StaleFence
 from fencepost.schemas.identity import Attempt, Epoch, OperationId, as_class, as_tenant
 from support.database import Database
 from support.jobs import (
@@ -413,6 +414,43 @@ def test_an_effect_escalates_once_for_each_step_and_by_the_policy_of_its_own_cla
         for escalated in (1, 0):
             assert conn.execute("SELECT fencepost.escalate_effects(10)").fetchone() == (escalated,)
             assert (effect(conn, "severity"), effect(conn, "assignee")) == ("critical", "boss")
+
+
+def test_a_claim_waits_at_the_gate_and_does_not_act_under_a_snapshot_from_before_a_rotation(
+    database18: Database,
+) -> None:
+    with two(database18) as (auto, manual):
+        given(auto)
+        manual.execute("LOCK TABLE fencepost.gate IN ACCESS EXCLUSIVE MODE")
+        asking = Background(database18, lambda conn: [job.operation for job in claim(conn, "w", [CLASS], 1)])
+        waiting(auto, asking.pid)
+        manual.rollback()
+        assert asking.outcome() == ["op-1"]
+        given(auto, "op-2")
+        for rotated in (False, True):
+            manual.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            manual.execute("SELECT FROM fencepost.gate")
+            if rotated:
+                auto.execute("UPDATE fencepost.installation SET frozen = frozen")
+                with pytest.raises(SerializationFailure):
+                    manual.execute("SELECT fencepost._enter()")
+            else:
+                manual.execute("SELECT fencepost._enter()")
+            manual.rollback()
+
+
+def test_a_revoked_login_does_nothing_and_one_that_is_not_does(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        conn.execute(
+            "INSERT INTO fencepost.restriction VALUES ('principal', 'somebody_else', 'why'), ('tenant', session_user, 'why')"
+        )
+        given(conn)
+        assert claimed(conn)
+        conn.execute("INSERT INTO fencepost.restriction VALUES ('principal', session_user, 'why')")
+        given(conn, "op-2")
+        with pytest.raises(FencepostError) as refused:
+            claim(conn, "w", [CLASS], 1)
+        assert refused.value.field == "principal"
 
 
 def test_whether_something_was_published_waits_for_the_commit_that_decides_it(database18: Database) -> None:

@@ -186,9 +186,18 @@ def test_a_pending_effect_of_a_running_job_does_not_expire_for_a_namesake_that_r
         begun(conn, job.fence)
         at(conn, ONE, "dispatch_deadline = now() - interval '2 s', quiescent_at = now() - interval '1 s'")
         given(conn, job_class=OTHER)
+        given(conn, tenant="u")
+        given(conn, "op-2")
         expired = "SELECT fencepost._expire_effects(ARRAY[%s, %s], 10)"
         assert conn.execute(expired, (CLASS, OTHER)).fetchone() == (0,)
         assert rows(conn, "state") == {ONE: ("pending",)}
+        # What is unknown already is not counted once more.
+        at(conn, ONE, "state = 'unknown'")
+        conn.execute(
+            "UPDATE fencepost.job SET exec = 'blocked', attempt = NULL, owner = NULL, lease_until = NULL WHERE attempt IS NOT NULL"
+        )
+        assert conn.execute(expired, (CLASS, OTHER)).fetchone() == (0,)
+        at(conn, ONE, "state = 'pending'")
         conn.execute(
             "UPDATE fencepost.job SET exec = 'cancelled', attempt = NULL, owner = NULL, lease_until = NULL WHERE class = %s",
             (CLASS,),
@@ -267,6 +276,27 @@ def test_a_begin_of_a_journal_changes_no_effect_that_happened_or_may_have(databa
             lookup.settle(conn, taken, Landed("r", "provider/1"), decision_id=uuid4(), actor="w")
         assert conn.execute(PRESENT, {"c": CLASS, "e": uuid4(), "a": uuid4()}).fetchone() == ("superseded",)
         assert rows(conn, "state") == {ONE: (state,)}
+
+
+def test_an_outcome_that_unblocks_a_job_queues_it_now_and_says_so(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        unknown(conn, ONE)
+        conn.execute("UPDATE fencepost.job SET run_at = now() - interval '1 h'")
+        record(conn, ONE, rows(conn, "effect_attempt")[ONE][0])
+        look = "SELECT exec, reason, run_at > now() - interval '1 min' FROM fencepost.job"
+        assert conn.execute(look).fetchone() == ("queued", "effect_settled", True)
+
+
+def test_an_unknown_outcome_of_another_attempts_begin_takes_nothing_from_who_runs(database18: Database) -> None:
+    """As after somebody wrote to the tables himself."""
+    said = "SELECT fencepost.record_effect('t', 'op-1', 'e1', %s, 'unknown', NULL, NULL, 'timeout')"
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        (job,) = claim(conn, "w", [CLASS], 1)
+        attempt = begun(conn, job.fence)
+        at(conn, ONE, f"begun_by = '{uuid4()}'")
+        assert conn.execute(said, (attempt,)).fetchone() == ("unknown",)
+        assert conn.execute("SELECT exec FROM fencepost.job").fetchone() == ("running",)
 
 
 PRESENT = "SELECT fencepost.present_begin('t', 'op-1', %(c)s, 'e1', 'lookup', %(e)s, %(a)s, sha256('x'))"

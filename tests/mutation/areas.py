@@ -60,7 +60,7 @@ JOBS = Area(
         "effects/look_up.sql": (*ALL, "jobs/test_guard_lookups.py", "jobs/test_lookup.py"),
         "effects/present.sql": (*ALL, "jobs/test_guard_lookups.py", "jobs/test_journal_worker.py"),
         "effects/escalate.sql": (*ALL, "jobs/test_guard_lookups.py", "jobs/test_reconciliation.py"),
-        "authority/enter.sql": ("jobs/test_guards.py", "jobs/test_fence.py", "jobs/test_submit.py", "schemas/test_arming.py"),
+        "authority/enter.sql": ("jobs/test_guard_edges.py", "jobs/test_guards.py", "jobs/test_fence.py", "jobs/test_submit.py", "schemas/test_arming.py"),
         "tables": (*ALL, "jobs/test_fence.py", "jobs/test_reconciliation.py", "jobs/test_hot_path.py"),
     },
     (
