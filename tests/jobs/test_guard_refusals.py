@@ -125,7 +125,7 @@ UNLAWFUL = {
         "SET policy = 'lax'", "SET lease = interval '0'", "SET max_attempts = 0", "SET max_finishes = 0",
         "SET backoff_base = interval '-1 s'", "SET backoff_max = interval '-1 s'", "SET max_effect_timeout = interval '0'",
         "SET network_bound = interval '-1 s'", "SET escalate_to = '{}'", "SET escalate_severity = '{}'",
-        "SET escalate_severity = '{high,odd}'",
+        "SET escalate_severity = '{high,odd}'", "SET job_limit = 0",
     ],
     "job": [
         "SET meaning = '\\x01'", "SET digest = '\\x01'", "SET exec = 'odd', attempt = NULL, owner = NULL, lease_until = NULL",
@@ -135,6 +135,7 @@ UNLAWFUL = {
         "SET exec = 'queued', owner = NULL, lease_until = NULL", "SET exec = 'queued', attempt = NULL, lease_until = NULL",
         "SET exec = 'queued', attempt = NULL, owner = NULL", "SET exec = 'done', attempt = NULL, owner = NULL, lease_until = NULL",
         "SET exec = 'done', done_attempt = attempt, attempt = NULL, owner = NULL, lease_until = NULL, open_effects = 1",
+        "SET generation = -1", "SET archived_at = now()",
     ],
     "effect": [
         "SET kind = 'odd'", "SET state = 'odd'", "SET request_digest = '\\x01'", "SET state = 'success'",
@@ -149,7 +150,7 @@ UNLAWFUL = {
     "staged": ["SET attempt = gen_random_uuid()"],
 }  # fmt: skip
 FILLED = """
-INSERT INTO fencepost.object (store, object) VALUES ('s', repeat('0', 64));
+INSERT INTO fencepost.object (store, object) VALUES ('s', repeat('0', 64)), ('s', repeat('1', 64));
 INSERT INTO fencepost.manifest (tenant, operation, name, store, object, size) VALUES ('t', 'op-1', 'n', 's', repeat('0', 64), 1);
 INSERT INTO fencepost.lookup (tenant, operation, effect_key, version, taken_by, taken_at, due_at)
     SELECT tenant, operation, effect_key, 1, gen_random_uuid(), begun_at, begun_at FROM fencepost.effect;
@@ -168,7 +169,7 @@ def test_no_table_holds_what_breaks_an_invariant_whoever_writes_it(database18: D
         conn.execute(FILLED.encode())
         for table, changes in UNLAWFUL.items():
             conn.execute(f"ALTER TABLE fencepost.{table} DISABLE TRIGGER USER".encode())
-            row = {"job": " WHERE exec = 'running'"}.get(table, "")
+            row = {"job": " WHERE exec = 'running'", "object": " WHERE object ~ '^1'"}.get(table, "")
             try:
                 # The control: the same row may be written.
                 columns = conn.execute(f"SELECT * FROM fencepost.{table} LIMIT 0".encode()).description
