@@ -61,7 +61,7 @@ JOBS = Area(
         "effects/present.sql": (*ALL, "jobs/test_guard_lookups.py", "jobs/test_journal_worker.py"),
         "effects/escalate.sql": (*ALL, "jobs/test_guard_lookups.py", "jobs/test_reconciliation.py"),
         "authority/enter.sql": ("jobs/test_guard_edges.py", "jobs/test_guards.py", "jobs/test_fence.py", "jobs/test_submit.py", "schemas/test_arming.py"),
-        "tables": (*ALL, "jobs/test_claim.py", "jobs/test_fence.py", "jobs/test_reconciliation.py", "jobs/test_hot_path.py"),
+        "tables": (*ALL, "jobs/test_archive.py", "jobs/test_claim.py", "jobs/test_fence.py", "jobs/test_reconciliation.py", "jobs/test_hot_path.py"),
     },
     (
         *ALL, "jobs/test_lease_pointers.py", "jobs/test_fence.py", "jobs/test_variants.py", "jobs/test_effects.py", "jobs/test_claim.py", "jobs/test_hot_path.py",
