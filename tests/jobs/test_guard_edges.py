@@ -394,6 +394,9 @@ def test_an_unknown_effect_stays_whose_it_is_and_as_old_when_evidence_contradict
         conn.execute("UPDATE fencepost.effect SET contradicted = true")
         assert conn.execute("SELECT assignee, unknown_since, escalations FROM fencepost.effect").fetchone() == before
         assert effect(conn, "severity") == "critical"
+        # Somebody who has looked may say that it is not.
+        conn.execute("UPDATE fencepost.effect SET severity = 'normal'")
+        assert effect(conn, "severity") == "normal"
 
 
 def test_an_effect_escalates_once_for_each_step_and_by_the_policy_of_its_own_class(database18: Database) -> None:
@@ -451,6 +454,25 @@ def test_a_revoked_login_does_nothing_and_one_that_is_not_does(database18: Datab
         with pytest.raises(FencepostError) as refused:
             claim(conn, "w", [CLASS], 1)
         assert refused.value.field == "principal"
+
+
+def test_what_waits_for_people_is_noted_when_it_comes_and_when_it_goes_and_ordinary_runs_are_not(
+    database18: Database,
+) -> None:
+    events = "SELECT was, became FROM fencepost.job_event WHERE operation = %s ORDER BY id"
+    holds = "SELECT state FROM fencepost.job_hold"
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        complete(conn, claimed(conn).fence)
+        assert conn.execute(events, ("op-1",)).fetchall() == []
+        given(conn, "op-2")
+        cancel(conn, "t", "op-2", CLASS, actor="ann", reason="no more")
+        assert conn.execute(holds).fetchall() == [("cancelled",)]
+        conn.execute(
+            "UPDATE fencepost.job SET exec = 'done', done_attempt = gen_random_uuid() WHERE operation = 'op-2'"
+        )
+        assert conn.execute(events, ("op-2",)).fetchall() == [("queued", "cancelled"), ("cancelled", "done")]
+        assert conn.execute(holds).fetchall() == []
 
 
 def test_whether_something_was_published_waits_for_the_commit_that_decides_it(database18: Database) -> None:

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from mutation.equivalent import EQUIVALENT
 from mutation.loop import Loop, Outcome
 from mutation.predicates import Mutant, mutants
 
+SURVIVOR = re.compile(r"^ +survived +[0-9.]+ s  (.*)$", re.MULTILINE)
 QUIET = (
     "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:terminal",
     # What a failing test leaves behind must not fail the next one.
@@ -38,6 +40,9 @@ def main() -> int:
     parser.add_argument("--area", choices=sorted(AREAS), default="jobs")
     parser.add_argument("--only", action="append", metavar="FUNCTION", help="mutants of this function or table only")
     parser.add_argument("--match", default="", help="mutants only whose name contains this")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="mutants only that this output of an earlier run tells as survivors"
+    )
     parser.add_argument("--list", action="store_true", help="say what would be removed from functions, and stop")
     parser.add_argument("--sample", type=int, metavar="N", help="so many at random, none of the equivalent ones")
     parser.add_argument("--seed", type=int, default=1)
@@ -75,7 +80,11 @@ def _part(area: Area, args: argparse.Namespace) -> int:
     part, parts = (int(number) for number in args.part.split("/"))
     report = args.report.open("w")
 
+    survivors = set(SURVIVOR.findall(args.again.read_text())) if args.again else None
+
     def choose(found: list[Mutant]) -> list[Mutant]:
+        if survivors is not None:
+            found = [mutant for mutant in found if mutant.key in survivors]
         if args.only:
             found = [mutant for mutant in found if mutant.function in args.only]
         found = [mutant for mutant in found if args.match in mutant.key]
@@ -122,7 +131,7 @@ def _whole(args: argparse.Namespace) -> int:
     wrong = [row for row in rows if row["verdict"] not in ("killed", "equivalent")]
     for row in wrong:
         print(f"{row['verdict'].upper()}: {row['where']}: {row['key']} {row['by']} {row['why']}")
-    whole = not (args.only or args.match or args.sample)
+    whole = not (args.only or args.match or args.sample or args.again)
     gone = sorted(key for key in _of(args.area) if key not in {row["key"] for row in rows}) if whole else []
     for key in gone:
         print(f"LISTED AS EQUIVALENT, BUT NO LONGER A MUTANT: {key}")

@@ -43,6 +43,9 @@ EQUIVALENT: dict[str, str] = {
         "whatever sets effect_attempt appends it to effect_event in the same transaction, which the other side of OR finds"
     ),
     "present_begin: no FOR UPDATE": HELD,
+    "record_effect: v_job.exec = 'running' -> true": (
+        "CHECK of job: an attempt is set exactly while it is running, and it is compared as well"
+    ),
     "record_effect: NOT e.contradicted -> true": "saves an update: true is written over true",
     "record_effect: no FOR UPDATE": HELD,
     "reconcile: no FOR UPDATE": HELD,
