@@ -65,6 +65,16 @@ def test_a_claim_counts_what_it_has_of_a_class_against_the_limit_of_no_other(dat
         assert took(conn, 10, *CLASSES[:2]) == []
 
 
+def test_tenants_of_a_fair_class_without_a_limit_are_served_in_turn(database18: Database) -> None:
+    name = CLASSES[0]
+    with database18.connect(autocommit=True) as conn:
+        for tenant, count in (("t", 3), ("u", 1)):
+            for n in range(count):
+                given(conn, f"{tenant}-{n}", tenant=tenant, job_class=name)
+        register_class(conn, JobClassPolicy(as_class(name), fair=True))
+        assert [str(job.tenant) for job in took(conn, 2, name)] == ["t", "u"]
+
+
 def test_a_claim_that_serves_nobody_leaves_the_turn_where_it_was(database18: Database) -> None:
     name = CLASSES[0]
     with database18.connect(autocommit=True) as conn:

@@ -43,6 +43,9 @@ def main() -> int:
     parser.add_argument(
         "--again", type=Path, metavar="FILE", help="mutants only that this output of an earlier run tells as survivors"
     )
+    parser.add_argument(
+        "--first", action="append", default=[], metavar="NAME", help="tests whose names contain this are tried first"
+    )
     parser.add_argument("--list", action="store_true", help="say what would be removed from functions, and stop")
     parser.add_argument("--sample", type=int, metavar="N", help="so many at random, none of the equivalent ones")
     parser.add_argument("--seed", type=int, default=1)
@@ -103,7 +106,7 @@ def _part(area: Area, args: argparse.Namespace) -> int:
 
     named = guards(area) if not args.only else [f for f in written(area) if f.name in args.only]
     made = [mutant for function in named for mutant in mutants(function)]
-    loop = Loop(area, made, choose, EQUIVALENT, tell, near=args.near)
+    loop = Loop(area, made, choose, EQUIVALENT, tell, near=args.near, first=tuple(args.first))
     paths = sorted({*area.tests, *(file for near in area.first.values() for file in near)})
     with report:
         return int(pytest.main([*QUIET, *(str(TESTS / path) for path in paths)], plugins=[loop]))

@@ -60,6 +60,7 @@ class Loop:
         tell: Callable[[Outcome], None],
         *,
         near: bool = False,
+        first: tuple[str, ...] = (),
     ) -> None:
         self._area = area
         self._made = list(made)
@@ -67,6 +68,7 @@ class Loop:
         self._equivalent = equivalent
         self._tell = tell
         self._near = near
+        self._first = first
         self._items: list[pytest.Item] = []
         self._wins: dict[tuple[str, str], int] = {}
         self._cost: dict[str, float] = {}
@@ -135,6 +137,7 @@ class Loop:
             place = next((n for n, file in enumerate(near) if file in item.nodeid), len(near))
             alike = sum(word in item.nodeid.lower() for word in words)
             turn = 0 if place < len(near) else 1 if THEN in item.nodeid else 2
+            turn -= 3 * any(name in item.nodeid for name in self._first)
             return turn, -wins, -alike, place, self._cost.get(item.nodeid, 0.0)
 
         def may(item: pytest.Item) -> bool:
