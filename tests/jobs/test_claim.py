@@ -186,6 +186,16 @@ def test_a_queued_job_of_another_generation_is_pointed_to_anew(database18: Datab
         assert [(job.operation, job.fence.generation) for job in claim(conn, "w", [CLASS], 1)] == [("op-1", 2)]
 
 
+def test_a_job_that_comes_back_to_the_queue_as_it_was_is_pointed_to_anew(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        conn.execute("UPDATE fencepost.job SET exec = 'held'")
+        conn.execute("DELETE FROM fencepost.agenda")
+        assert claim(conn, "w", [CLASS], 1) == []
+        conn.execute("UPDATE fencepost.job SET exec = 'queued'")
+        assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["op-1"]
+
+
 def test_a_pointer_gives_a_job_of_an_older_epoch_no_claim(database18: Database) -> None:
     """As after somebody wrote to the tables himself: the job's own epoch decides."""
     with database18.connect(autocommit=True) as conn:

@@ -125,7 +125,7 @@ UNLAWFUL = {
         "SET policy = 'lax'", "SET lease = interval '0'", "SET max_attempts = 0", "SET max_finishes = 0",
         "SET backoff_base = interval '-1 s'", "SET backoff_max = interval '-1 s'", "SET max_effect_timeout = interval '0'",
         "SET network_bound = interval '-1 s'", "SET escalate_to = '{}'", "SET escalate_severity = '{}'",
-        "SET escalate_severity = '{high,odd}'", "SET job_limit = 0",
+        "SET escalate_severity = '{high,odd}'", "SET job_limit = 0", "SET tenant_limit = 1", "SET job_limit = 1, fair = true, tenant_limit = 0",
     ],
     "job": [
         "SET meaning = '\\x01'", "SET digest = '\\x01'", "SET exec = 'odd', attempt = NULL, owner = NULL, lease_until = NULL",
@@ -135,7 +135,7 @@ UNLAWFUL = {
         "SET exec = 'queued', owner = NULL, lease_until = NULL", "SET exec = 'queued', attempt = NULL, lease_until = NULL",
         "SET exec = 'queued', attempt = NULL, owner = NULL", "SET exec = 'done', attempt = NULL, owner = NULL, lease_until = NULL",
         "SET exec = 'done', done_attempt = attempt, attempt = NULL, owner = NULL, lease_until = NULL, open_effects = 1",
-        "SET generation = -1", "SET archived_at = now()",
+        "SET generation = -1", "SET archived_at = now()", "SET suspect = true, quiescent_at = NULL",
     ],
     "effect": [
         "SET kind = 'odd'", "SET state = 'odd'", "SET request_digest = '\\x01'", "SET state = 'success'",

@@ -27,6 +27,7 @@ EQUIVALENT: dict[str, str] = {
         "what is not due sorts behind all that is, and the WHERE of the upsert compares it again"
     ),
     "settle_lookup: no PERFORM fencepost._enter()": "reconcile enters as well, and nothing is written before it",
+    "effect: trigger hold_unknown_new whatever WHEN says": "saves a call: to what is not unknown it gives the defaults of its columns",
     "escalate_effects: e.state = 'unknown' -> true": "CHECK: unknown_since is set exactly while the effect is unknown",
     "begin_effect: IF FOUND -> true": "without an effect every column of v_effect is null, and no branch is taken by null",
     "begin_effect: e.state IN ('failed_before_dispatch', 'resolved_not_applied') -> true": (
