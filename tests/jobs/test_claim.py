@@ -196,6 +196,24 @@ def test_a_job_that_comes_back_to_the_queue_as_it_was_is_pointed_to_anew(databas
         assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["op-1"]
 
 
+def test_pointers_are_made_for_what_is_queued_and_where_it_would_be_found_otherwise(database18: Database) -> None:
+    pointers = "SELECT priority, epoch FROM fencepost.agenda ORDER BY 1, 2"
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        conn.execute("UPDATE fencepost.job SET detail = 'looked at'")
+        assert conn.execute(pointers).fetchall() == [(0, 1)]
+        conn.execute("INSERT INTO fencepost.tenant (tenant, epoch) VALUES ('t', 2)")
+        conn.execute("UPDATE fencepost.job SET epoch = 2")
+        assert conn.execute(pointers).fetchall() == [(0, 1), (0, 2)]
+        assert [job.operation for job in claim(conn, "w", [CLASS], 1)] == ["op-1"]
+        conn.execute("DELETE FROM fencepost.agenda")
+        conn.execute(
+            "INSERT INTO fencepost.job (tenant, operation, class, args, meaning, digest, accepted_epoch, epoch, run_at, exec)"
+            " SELECT tenant, 'op-2', class, args, meaning, digest, accepted_epoch, epoch, run_at, 'held' FROM fencepost.job"
+        )
+        assert conn.execute(pointers).fetchall() == []
+
+
 def test_a_pointer_gives_a_job_of_an_older_epoch_no_claim(database18: Database) -> None:
     """As after somebody wrote to the tables himself: the job's own epoch decides."""
     with database18.connect(autocommit=True) as conn:

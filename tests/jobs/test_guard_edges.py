@@ -468,6 +468,8 @@ def test_what_waits_for_people_is_noted_when_it_comes_and_when_it_goes_and_ordin
         given(conn, "op-2")
         cancel(conn, "t", "op-2", CLASS, actor="ann", reason="no more")
         assert conn.execute(holds).fetchall() == [("cancelled",)]
+        conn.execute("UPDATE fencepost.job SET detail = 'looked at' WHERE operation = 'op-2'")
+        assert conn.execute(events, ("op-2",)).fetchall() == [("queued", "cancelled")]
         conn.execute(
             "UPDATE fencepost.job SET exec = 'done', done_attempt = gen_random_uuid() WHERE operation = 'op-2'"
         )

@@ -202,6 +202,7 @@ def test_history_takes_inserts_and_nothing_else_from_anybody(database18: Databas
             for statement in (
                 f"UPDATE fencepost.{table} SET tenant = tenant",
                 f"DELETE FROM fencepost.{table}",
+                f"DELETE FROM fencepost.{table} WHERE false",
                 f"TRUNCATE fencepost.{table} CASCADE",
             ):
                 with pytest.raises(FencepostError) as refused, conn.transaction():
