@@ -290,6 +290,41 @@ def test_what_is_open_doubtful_young_or_of_no_declared_class_stays_as_it_is(data
         assert archived(conn) == {"done", "unknown", "lost", "young", "other"}
 
 
+def test_a_walk_is_told_where_and_how_much(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        done(conn)
+        for field, limit, after in (
+            ("after", 1, -1),
+            ("after", 1, 4294967001),
+            ("after", 1, None),
+            ("limit", 0, 0),
+            ("limit", 1001, 0),
+            ("limit", None, 0),
+        ):
+            with pytest.raises(InvalidInput) as refused:
+                conn.execute(ARCHIVE, {"after": after, "limit": limit})
+            assert refused.value.field == field
+        # What lies before the place is not looked at.
+        assert batch(conn, after=64) == (0, None)
+        assert batch(conn) == (1, None)
+
+
+def test_only_its_own_effects_keep_a_job_from_the_archive(database18: Database) -> None:
+    with database18.connect(autocommit=True) as conn:
+        done(conn)
+        done(conn, "counted")
+        given(conn, "cancelled")
+        cancel(conn, "t", "cancelled", CLASS, **BY)
+        # As after somebody wrote to the tables himself: counted, and nowhere to be found.
+        conn.execute("UPDATE fencepost.job SET open_effects = 1 WHERE operation = 'cancelled'")
+        given(conn, job_class="report.other")
+        begun(conn, claimed(conn, job_class="report.other").fence)
+        later(conn)
+        assert archive(conn) == 2 and archived(conn) == {"op-1", "counted"}
+        conn.execute("UPDATE fencepost.job SET open_effects = 0 WHERE operation = 'cancelled'")
+        assert archive(conn) == 1
+
+
 def test_late_evidence_for_an_archived_job_is_taken_as_ever(database: Database) -> None:
     with database.connect(autocommit=True) as conn:
         f = done(conn, receipt="r-1")

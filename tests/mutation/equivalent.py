@@ -4,6 +4,7 @@ HELD = "the job's row is locked before, and whoever changes an effect's state, v
 
 EQUIVALENT: dict[str, str] = {
     "claim: IF EXISTS (SELECT FROM fencepost.lifecycle) -> true": "saves a call: where no class was handed over it refuses none",
+    "_finished: p_job.archived_at IS NULL -> true": "an archived job has neither attempts nor holds, and every walk begins with these",
     "claim: j.open_effects = 0 -> true": "_take and _take_turn compare it on the row that they lock, which stays as it is until the end",
     "claim: j.exec = 'queued' -> true": "as for open_effects; and whatever takes a job out of the queue advances its generation",
     "claim: IF v_turns <> '{}' -> true": "saves a statement: jsonb_each of an empty object has no rows, so nothing is noted",
