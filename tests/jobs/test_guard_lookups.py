@@ -303,7 +303,7 @@ PRESENT = "SELECT fencepost.present_begin('t', 'op-1', %(c)s, 'e1', 'lookup', %(
 
 
 def presented(conn: Conn, key: str, values: dict[str, Any]) -> tuple[Any, ...] | None:
-    return conn.execute(PRESENT.replace("'e1'", f"'{key}'"), values).fetchone()
+    return conn.execute(PRESENT.replace("'e1'", f"'{key}'").encode(), values).fetchone()
 
 
 def test_a_begin_that_may_still_commit_is_waited_for_and_then_known(database18: Database) -> None:
