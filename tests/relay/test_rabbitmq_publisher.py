@@ -13,6 +13,7 @@ from fencepost.relay.publisher import CONFIRMED, Answer, ParkReason, Route
 from fencepost.relay.rabbitmq import RabbitPublisher
 from fencepost.schemas.errors import ConfigError
 from stack.rabbitmq import RabbitServer
+from support.processes import wait_for
 from support.proxy import Proxy
 from support.services import Rabbit, Services
 
@@ -114,6 +115,12 @@ def test_the_time_of_the_event_is_the_timestamp_property(on: OnRabbit, publisher
     assert datetime.fromisoformat(sent.row.recorded_at).replace(microsecond=0) in arrived.wire
 
 
+def held_back(node: RabbitServer) -> bool:
+    """Whether the broker takes nothing from any of its connections: each is blocked, or will be by what it publishes next."""
+    states = node.rabbitmqctl("list_connections", "state", "--no-table-headers").split()
+    return bool(states) and all(state.startswith("block") for state in states)
+
+
 @pytest.mark.timeout(120)
 def test_an_alarm_that_blocks_publishers_cannot_hold_a_send_past_its_deadline(
     rabbit: Rabbit, on: OnRabbit, publisher: RabbitPublisher
@@ -124,6 +131,8 @@ def test_an_alarm_that_blocks_publishers_cannot_hold_a_send_past_its_deadline(
     batch = [event(route, seq, f"k{seq}") for seq in range(2, 22)]
     node.rabbitmqctl("set_vm_memory_high_watermark", "0")
     try:
+        # The command is done before the connections have heard of it.
+        wait_for(lambda: held_back(node), 60, "the alarm to reach every connection")
         begun = time.monotonic()
         outcomes = send(publisher, batch, 2)
         assert time.monotonic() - begun < 2.3

@@ -105,13 +105,13 @@ from stack import places
 from stack.process import Process
 sleeper = Process("sleeper", ["sleep", "120"], log=Path(sys.argv[1]) / "log")
 sleeper.start()
-print("started", sleeper.pid, places.run_folder(), flush=True)
+print(sleeper.pid, places.run_folder(), "started", flush=True)
 time.sleep(120)
 """
     child = Child.script(source, folder=tmp_path, arguments=[str(tmp_path)], PYTHONPATH=str(places.COMPOSE))
     with child:
         child.says("started")
-        _, pid, folder = child.text.split()
+        pid, folder, _ = child.text.split()
         assert guard.born(int(pid)) is not None
         assert Path(folder).is_dir()
 
