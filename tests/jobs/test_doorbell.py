@@ -30,8 +30,10 @@ from support.workers import Running, quick, running
 SOON = 60.0
 MARK: LiteralString = """
 SELECT last_value FROM fencepost.job_doorbell WHERE last_value > extract(epoch FROM clock_timestamp()) * 1000000"""
+# After its look a worker may have moved its hint on, which is the last that it said then.
 ASLEEP: LiteralString = """
-SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle' AND query LIKE '%%fencepost.claim(%%'"""
+SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle'
+AND (query LIKE '%%fencepost.claim(%%' OR query LIKE '%%fencepost.marks(%%')"""
 WAITING: LiteralString = """
 SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '%%doze_jobs%%'"""
 GATE: LiteralString = "SELECT pg_advisory_lock(1179665234, 2)"
