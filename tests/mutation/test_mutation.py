@@ -57,7 +57,7 @@ def test_every_predicate_lock_and_check_of_a_function_is_removed() -> None:
 @pytest.mark.parametrize("area", AREAS)
 def test_every_guarding_function_is_there_and_each_mutant_has_a_name_of_its_own(area: str) -> None:
     made = _made(area)
-    assert len({mutant.key for mutant in made}) == len(made) > 50
+    assert len({mutant.key for mutant in made}) == len(made) > {"jobs": 900, "inbox": 200}.get(area, 50)
     assert all(mutant.apply != mutant.undo for mutant in made)
     assert all((TESTS / path).is_file() for near in AREAS[area].first.values() for path in near)
     assert all((TESTS / path).is_file() for path in AREAS[area].tests)
