@@ -427,3 +427,20 @@ def test_a_pooler_with_one_server_connection_carries_purges_and_retries(domain18
     assert handling.retry() and not handling.retry()
     handling.close()
     assert (letters(domain18), done(domain18)) == ([], 2)
+
+
+def test_a_purge_deletes_nothing_of_another_consumer_and_nothing_unarmed(domain: Database) -> None:
+    call = "SELECT purged FROM fencepost.purge_reservations('reports', '-infinity', 10)"
+    handled(domain, aged(30), days=30)
+    declare(domain)
+    with domain.connect(autocommit=True) as conn:
+        conn.execute("DELETE FROM fencepost.delivery")
+        conn.execute("UPDATE fencepost.reservation SET consumer = 'other'")
+        conn.execute("SELECT fencepost.advance_horizon('reports')")
+        assert conn.execute(call).fetchone() == (0,)
+        conn.execute("UPDATE fencepost.reservation SET consumer = 'reports'")
+        with conn.transaction(force_rollback=True):
+            conn.execute("DELETE FROM fencepost.ticket")
+            with pytest.raises(NotArmed):
+                conn.execute(call)
+        assert conn.execute(call).fetchone() == (1,)
