@@ -20,11 +20,9 @@ from support.database import Database
 from support.health import LOOPBACK, ask, becomes, metric, running
 from support.processes import wait_for
 from support.relaying import PACE, Noted, address_of, enqueue, kind_of, made
+from support.relays import unacked
 from support.services import Services
 
-UNACKED = """SELECT count(*) FROM fencepost.outbox o WHERE NOT EXISTS (
-    SELECT FROM fencepost.ack a JOIN fencepost.tick t ON t.era = a.era AND t.n = a.acked_tick
-    WHERE a.destination = 'events' AND a.slot = o.slot AND pg_visible_in_snapshot(o.xid, t.snap) AND o.seq <= t.hint)"""
 PARKED = "SELECT count(*) FROM fencepost.parked"
 PUBLISHED = 'fencepost_relay_published_total{destination="events"}'
 OLDEST = 'fencepost_relay_oldest_unsent_seconds{destination="events"}'
@@ -61,7 +59,7 @@ def relay(database: Database, on: Broker, services: Services, route: Route, batc
     return Relay(database.dsn, [to], pace=pace, health=HealthAddress(LOOPBACK, 0), look=0.2, stalled=30)
 
 
-def count(database: Database, query: str = UNACKED) -> int:
+def count(database: Database, query: str) -> int:
     with database.connect(autocommit=True) as conn:
         row = conn.execute(query.encode()).fetchone()
     assert row is not None
@@ -119,7 +117,7 @@ def test_nothing_that_was_on_its_way_in_an_outage_counts_as_published_and_all_of
     with running(relay(database18, on, services, route, batch=20)) as under_test:
         becomes(under_test, "ready")
         before = enqueue(database18, 10)
-        wait_for(lambda: count(database18) == 0, 30, "the control")
+        wait_for(lambda: unacked(database18, "events") == 0, 30, "the control")
         loop = under_test.loops[0]
         with outage(on, services):
             after = enqueue(database18, 60, first=10)
@@ -127,9 +125,9 @@ def test_nothing_that_was_on_its_way_in_an_outage_counts_as_published_and_all_of
             wait_for(lambda: loop.counters.trouble, 30, "the relay to say why it waits")
             wait_for(lambda: (metric(under_test, OLDEST) or 0) > 2, 30, "the age of the oldest unsent event to rise")
             assert metric(under_test, PUBLISHED) == 10
-            assert count(database18) == 60
+            assert unacked(database18, "events") == 60
             assert ask(under_test.health_port, "/livez").status == 200
-        wait_for(lambda: count(database18) == 0, 60, "everything to be published or parked")
+        wait_for(lambda: unacked(database18, "events") == 0, 60, "everything to be published or parked")
         # A broker on its way up may still answer that something leads nowhere, which is parked and then sent again.
         wait_for(lambda: count(database18, PARKED) == 0, 60, "everything to be published")
         becomes(under_test, "ready")
@@ -152,14 +150,14 @@ def test_rows_that_cannot_be_read_are_parked_with_their_reason_and_stop_neither_
             conn.execute(f"UPDATE fencepost.outbox SET {change} WHERE operation = 'bad-{n}'".encode())
     good = enqueue(database18, 35)
     with running(relay(database18, broker, services, route, batch=16)) as under_test:
-        wait_for(lambda: count(database18) == 0, 30, "every row to be settled")
+        wait_for(lambda: unacked(database18, "events") == 0, 30, "every row to be settled")
         # The reserved destination has its own loop.
         wait_for(lambda: count(database18, "SELECT count(*) FROM fencepost.parked") == 30, 30, "the bad ones")
         for reason, times in (("unknown_version", 10), ("undecodable", 15)):
             series = f'fencepost_relay_parked_total{{destination="events",reason="{reason}"}}'
             assert metric(under_test, series) == times
         good += enqueue(database18, 5, first=35)
-        wait_for(lambda: count(database18) == 0, 30, "the loop to go on")
+        wait_for(lambda: unacked(database18, "events") == 0, 30, "the loop to go on")
     assert firsts(broker.read(route, 40)) == expected(good)
     with database18.connect() as conn:
         parked = conn.execute("SELECT operation, reason, attempts, next_try_at FROM fencepost.parked").fetchall()
@@ -182,7 +180,7 @@ def test_a_key_whose_second_event_is_returned_waits_in_order_and_its_neighbour_d
         await (await channel.get_queue(route.to)).bind(route.to, "other.#")
 
     with running(relay(database18, on, services, route)):
-        wait_for(lambda: count(database18) == 0, 30, "every row to be settled")
+        wait_for(lambda: unacked(database18, "events") == 0, 30, "every row to be settled")
         assert firsts(on.read(route, 6)) == {"k1": ["k1-1"], "k2": [f"k2-{n}" for n in range(1, 6)]}
         wait_for(lambda: count(database18, "SELECT max(attempts) FROM fencepost.parked") > 1, 30, "a second failure")
         assert count(database18, "SELECT count(*) FROM fencepost.parked WHERE reason = 'behind'") == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, LiteralString
 
 import psycopg
@@ -103,6 +104,22 @@ def test_a_part_stays_within_its_share_of_memory_but_for_one_event(database: Dat
         newest_tick(conn, 0)
         parts = reader.read({slot: (1, Progress(0, 1 + slot % 2, 0)) for slot in range(16)})
         assert sum(len(row.payload) for part in parts for row in part.rows) <= 16 * (1000 + 200)
+
+
+def test_a_page_that_was_read_leaves_nothing_sent_that_has_no_answer(database: Database, tmp_path: Path) -> None:
+    # A Flush behind the last Sync has none: PgBouncer gives it a server connection, and to nobody else from then on.
+    with database.connect(autocommit=True) as conn, (tmp_path / "wire").open("w+b") as wire:
+        accepted(database, "a")
+        newest_tick(conn, 0)
+        conn.pgconn.trace(wire.fileno())
+        parts = PageReader(conn, 1).read({slot: (1, Progress(0, 1, 0)) for slot in range(16)})
+        conn.pgconn.untrace()
+        assert operations(parts) == ["a"]
+        wire.seek(0)
+        messages = [line.split(b"\t") for line in wire.read().splitlines()]
+    sent = [found[3].split()[0] for found in messages if len(found) > 3 and found[1] == b"F"]
+    assert sent.count(b"Parse") >= 2, "the control: the settings and the page"
+    assert sent[-1] in (b"Sync", b"Query")
 
 
 def test_times_are_read_as_the_text_that_is_sent_whatever_the_zone_of_the_session(database: Database) -> None:

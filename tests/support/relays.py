@@ -30,6 +30,10 @@ EVERYTHING = (Route("*", "anywhere"),)
 WITHIN_SECONDS = 60.0
 AGED: LiteralString = """
 UPDATE fencepost.relay SET lease_until = clock_timestamp() - interval '1 ms' WHERE owner = %(owner)s"""
+UNACKED: LiteralString = """
+SELECT count(*) FROM fencepost.outbox o WHERE NOT EXISTS (
+    SELECT FROM fencepost.ack a JOIN fencepost.tick t ON t.era = a.era AND t.n = a.acked_tick
+    WHERE a.destination = %(destination)s AND a.slot = o.slot AND pg_visible_in_snapshot(o.xid, t.snap) AND o.seq <= t.hint)"""
 
 
 class Changed(Event, type="relay.changed", version=1):
@@ -124,6 +128,14 @@ def value(conn: psycopg.Connection[Any], query: LiteralString) -> Any:
     row = conn.execute(query).fetchone()
     assert row is not None
     return row[0]
+
+
+def unacked(database: Database, destination: str) -> int:
+    """How many events no relay has recorded as published or parked there."""
+    with database.connect(autocommit=True) as conn:
+        row = conn.execute(UNACKED, {"destination": destination}).fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 def until(conn: psycopg.Connection[Any], query: LiteralString, within: float = WITHIN_SECONDS) -> None:

@@ -243,15 +243,14 @@ class PageReader:
         return cut
 
     def _query(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[tuple[Any, ...]]:
-        # One round trip: the plan settings end with the transaction, so a pooler never passes them on.
-        with (
-            self._conn.pipeline(),
-            self._conn.transaction(),
-            self._conn.cursor() as settings,
-            self._conn.cursor(binary=True) as cursor,
-        ):
-            settings.execute(IN_ORDER)
-            return cursor.execute(statement, parameters).fetchall()
+        # The plan settings end with the transaction, so a pooler never passes them on.
+        # Invariant: a pipeline ends inside its transaction. psycopg may send a Flush behind its last Sync; outside, that
+        # lone Flush, which nothing answers, takes a server connection of PgBouncer and keeps it until our next statement.
+        with self._conn.transaction(), self._conn.cursor() as settings, self._conn.cursor(binary=True) as cursor:
+            with self._conn.pipeline():
+                settings.execute(IN_ORDER)
+                cursor.execute(statement, parameters)
+            return cursor.fetchall()
 
     def _load(self, numbers: set[int]) -> None:
         for n in [n for n in self._ticks if n not in numbers]:
