@@ -444,3 +444,19 @@ def test_a_purge_deletes_nothing_of_another_consumer_and_nothing_unarmed(domain:
             with pytest.raises(NotArmed):
                 conn.execute(call)
         assert conn.execute(call).fetchone() == (1,)
+
+
+def test_a_reservation_without_its_delivery_stays_for_the_window_by_our_own_clock(domain: Database) -> None:
+    call = "SELECT looked, purged FROM fencepost.purge_reservations('reports', '-infinity', 10)"
+    handled(domain, aged(30), days=0)
+    declare(domain)
+    with domain.connect(autocommit=True) as conn:
+        # As of a type that was for ever once: its delivery goes by its own time.
+        conn.execute("DELETE FROM fencepost.delivery")
+        conn.execute("SELECT fencepost.advance_horizon('reports')")
+        assert conn.execute(call).fetchone() == (1, 0)
+        conn.execute(AGE, {"by": timedelta(days=30)})
+        acts.set_retention(conn, "reports", None, actor="ann", reason="a window taken back")
+        assert conn.execute(call).fetchone() == (0, 0), "it has a horizon still, and nothing is looked at"
+        declare(domain)
+        assert conn.execute(call).fetchone() == (1, 1)

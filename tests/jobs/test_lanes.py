@@ -1,5 +1,7 @@
 """Lanes with a budget repeat what may pass, on a connection that lives as on one that was lost; nothing else."""
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -64,6 +66,31 @@ def test_without_a_budget_and_after_it_the_error_comes_out(database18: Database,
     with lanes(database18, 0.5) as outcomes, pytest.raises(PASSING[code]):
         outcomes.send(failing(code, 1000, many)).result(20)
     assert len(once) == 1 and 1 < len(many) < 20 and time.monotonic() - started < 5
+
+
+def test_a_cancelled_waiter_takes_neither_the_work_back_nor_its_lane_with_it(database18: Database) -> None:
+    go, done = threading.Event(), list[str]()
+
+    def work(name: str) -> Callable[[psycopg.Connection[Any]], str]:
+        def run(conn: psycopg.Connection[Any]) -> str:
+            assert go.wait(20)
+            done.append(name)
+            return name
+
+        return run
+
+    async def cancelled(made: Lanes) -> None:
+        waiting = [asyncio.ensure_future(asyncio.wrap_future(made.send(work(name)))) for name in ("runs", "queued")]
+        await asyncio.sleep(0)
+        for each in waiting:
+            each.cancel()
+        assert await asyncio.gather(*waiting, return_exceptions=True) and all(each.cancelled() for each in waiting)
+
+    with lanes(database18, 0.0) as made:
+        asyncio.run(cancelled(made))
+        go.set()
+        assert made.send(work("after")).result(20) == "after"
+    assert done == ["runs", "queued", "after"]
 
 
 def test_what_will_not_pass_is_not_repeated(database18: Database) -> None:

@@ -1,6 +1,7 @@
 """The worker keeps what it promises to handlers: leases renewed whatever they do, loss told, stopping that loses nothing."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -261,6 +262,24 @@ def test_a_successor_gets_what_was_staged_and_publishes_it_under_its_own_fence(d
         with running(worker, database18):
             becomes(conn, "done")
         assert results(conn) == ["3"]
+
+
+def test_a_handler_that_gives_up_waiting_for_a_read_leaves_its_lane_to_others(database18: Database) -> None:
+    worker = Worker()
+
+    @worker.job(CLASS, backoff=NO_BACKOFF, **QUICK)
+    async def handler(ctx: AsyncContext, job: Job) -> None:
+        for read in (ctx.staged, ctx.signals) * 3:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    await read()
+        await ctx.publish(save)
+
+    with database18.connect(autocommit=True) as conn:
+        given(conn)
+        with running(worker, database18, concurrency=1):
+            becomes(conn, "done")
+        assert results(conn) == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -48,8 +48,8 @@ def test_two_migrates_at_once_do_the_work_once(empty_database: Database, tmp_pat
     with empty_database.connect() as gate:
         gate.execute(migrate.LOCK.encode())
         both = [run_apart(empty_database, "migrate", folder=tmp_path) for _ in range(2)]
-        wait_for(lambda: number(empty_database, WAITING) == 2, 20, "both to wait for the lock")
-    ended = [process.communicate(timeout=40) for process in both]
+        wait_for(lambda: number(empty_database, WAITING) == 2, 60, "both to wait for the lock")
+    ended = [process.communicate(timeout=150) for process in both]
 
     assert [process.returncode for process in both] == [0, 0], ended
     assert sorted("0001_authority.sql" in out for out, _ in ended) == [False, True]

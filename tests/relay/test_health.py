@@ -247,6 +247,18 @@ def port() -> Iterator[int]:
     server.stop()
 
 
+def test_a_server_that_is_stopped_before_its_thread_has_begun_gives_its_port_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go, run = threading.Event(), HealthServer._run
+    monkeypatch.setattr(HealthServer, "_run", lambda self, listener: go.wait(60) and run(self, listener))
+    server = HealthServer(HERE, said)
+    server.start()
+    server.stop()
+    go.set()
+    wait_for(lambda: not listens(server.port), 20, "the port to be free")
+
+
 def test_a_client_that_says_nothing_is_dropped_and_keeps_nobody_waiting(port: int) -> None:
     began = time.monotonic()
     with contextlib.ExitStack() as opened:

@@ -13,6 +13,8 @@ from support.processes import wait_for
 from support.proxy import Proxy
 
 LIMIT = 0.6
+# No promise of ours: how far a machine that does other things as well may be behind.
+SLACK = 30.0
 
 
 def through(proxy: Proxy, database: Database) -> str:
@@ -25,24 +27,26 @@ def port_of(database: Database) -> int:
 
 def test_a_server_that_acknowledges_and_never_answers_is_left_at_the_deadline(database18: Database) -> None:
     with Proxy(port_of(database18)) as proxy:
-        with connect(through(proxy, database18), autocommit=True, answer_within=LIMIT) as conn:
+        with connect(through(proxy, database18), autocommit=True) as conn:
             assert conn.execute("SELECT 1").fetchone() == (1,)
+            conn.answer_within = LIMIT
             proxy.blackhole()
             began = time.monotonic()
             with pytest.raises(NoAnswer):
                 conn.execute("SELECT 1")
-            assert LIMIT <= time.monotonic() - began < LIMIT + 3
+            assert LIMIT <= time.monotonic() - began < LIMIT + SLACK
             assert conn.closed
         proxy.heal()
-        connect(through(proxy, database18), answer_within=LIMIT).close()
+        connect(through(proxy, database18)).close()
 
 
 def test_a_silent_server_in_the_middle_of_a_transaction_and_of_a_pipeline_is_left_too(database18: Database) -> None:
     with Proxy(port_of(database18)) as proxy:
         for pipelined in (False, True):
-            with pytest.raises(NoAnswer), connect(through(proxy, database18), answer_within=LIMIT) as conn:
+            with pytest.raises(NoAnswer), connect(through(proxy, database18)) as conn:
                 with conn.transaction():
                     conn.execute("SELECT 1")
+                conn.answer_within = LIMIT
                 proxy.blackhole()
                 if pipelined:
                     with conn.pipeline(), conn.transaction():
@@ -56,10 +60,11 @@ def test_a_silent_server_in_the_middle_of_a_transaction_and_of_a_pipeline_is_lef
 
 def test_an_asyncio_connection_leaves_a_silent_server_at_the_deadline_while_others_go_on(database18: Database) -> None:
     async def scene(proxy: Proxy) -> None:
-        silent = await connect_async(through(proxy, database18), autocommit=True, answer_within=LIMIT)
-        direct = await connect_async(database18.dsn, autocommit=True, answer_within=LIMIT)
+        silent = await connect_async(through(proxy, database18), autocommit=True)
+        direct = await connect_async(database18.dsn, autocommit=True)
         async with silent, direct:
             assert await (await silent.execute("SELECT 1")).fetchone() == (1,)  # the control
+            silent.answer_within = LIMIT
             proxy.blackhole()
             began = time.monotonic()
             waiting = asyncio.create_task(silent.execute("SELECT 1"))
@@ -67,7 +72,7 @@ def test_an_asyncio_connection_leaves_a_silent_server_at_the_deadline_while_othe
                 assert await (await direct.execute("SELECT 2")).fetchone() == (2,)
                 await asyncio.sleep(0.05)
             assert isinstance(waiting.exception(), NoAnswer)
-            assert LIMIT <= time.monotonic() - began < LIMIT + 3
+            assert LIMIT <= time.monotonic() - began < LIMIT + SLACK
             assert silent.closed and not direct.closed
 
     with Proxy(port_of(database18)) as proxy:
@@ -89,10 +94,11 @@ def test_an_asyncio_wait_for_a_lock_ends_at_the_deadline_on_both_sides(database1
 
 
 def test_a_wait_for_a_lock_ends_at_the_deadline_on_both_sides(database18: Database) -> None:
-    with database18.connect(autocommit=True) as direct, connect(database18.dsn, answer_within=LIMIT) as conn:
+    with database18.connect(autocommit=True) as direct, connect(database18.dsn) as conn:
         direct.execute("CREATE TABLE locked (value int)")
         conn.execute("SELECT FROM locked")
         conn.rollback()
+        conn.answer_within = LIMIT
         with direct.transaction():
             direct.execute("LOCK TABLE locked IN ACCESS EXCLUSIVE MODE")
             with pytest.raises(NoAnswer):

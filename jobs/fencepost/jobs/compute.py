@@ -23,6 +23,7 @@ __all__ = ["Computers"]
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.2
+REAP_SECONDS = 10.0
 
 
 class Computers:
@@ -119,7 +120,7 @@ class Computer:
                     raise ComputationDied(f"no result within {timeout:g} s", field="timeout")
             answer = cast("tuple[bool, Any]", pickle.loads(self._pipe.recv_bytes()))
         except (EOFError, OSError):
-            self._process.join(1.0)
+            self._process.join(REAP_SECONDS)
             code = self._process.exitcode
             raise ComputationDied(f"its process ended with code {code}", field="computation") from None
         self.alive = True

@@ -37,7 +37,7 @@ from fencepost.jobs import effects
 from fencepost.jobs.effects import Begun, Dispatch, Kind, NotSent, Outcome, Recorded, State, Success, Unclear
 from fencepost.jobs.execution import Execution
 from fencepost.jobs.journal_records import Begin
-from fencepost.jobs.lanes import Lanes
+from fencepost.jobs.lanes import Lanes, certain
 from fencepost.jobs.stage import dump
 from fencepost.schemas.connect import ANSWER_SECONDS, address, connect
 from fencepost.schemas.errors import (
@@ -299,7 +299,7 @@ def _unkeepable(value: Success) -> InvalidInput | None:
 
 def chained(source: Future[A], then: Callable[[Future[A]], T]) -> Future[T]:
     """A future of what ``then`` makes of the finished source."""
-    made: Future[T] = Future()
+    made: Future[T] = certain()
 
     def done(finished: Future[A]) -> None:
         try:

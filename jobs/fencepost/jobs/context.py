@@ -18,7 +18,7 @@ from fencepost.jobs.compute import Computers
 from fencepost.jobs.conduct import Conduct, Opened
 from fencepost.jobs.effects import Dispatch, Kind, NotSent, Recorded, Success
 from fencepost.jobs.execution import Execution, Waiting
-from fencepost.jobs.lanes import Lanes
+from fencepost.jobs.lanes import Lanes, certain
 from fencepost.jobs.progress import Reporter
 from fencepost.jobs.publish import FencedTransaction, publish
 from fencepost.jobs.result import keepable
@@ -348,7 +348,7 @@ def in_time(call: Callable[[Any, Dispatch], T], request: Request, dispatch: Disp
 
 def abandonable(call: Callable[[], T]) -> Future[T]:
     """Runs the call in a daemon thread, which nobody has to wait for."""
-    answer: Future[T] = Future()
+    answer: Future[T] = certain()
 
     def run() -> None:
         try:

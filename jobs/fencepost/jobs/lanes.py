@@ -21,7 +21,7 @@ from psycopg import Connection
 from fencepost.schemas.connect import ANSWER_SECONDS, connect
 from fencepost.schemas.errors import NotArmed, Unreachable
 
-__all__ = ["Lanes", "LanesClosed"]
+__all__ = ["Lanes", "LanesClosed", "certain"]
 
 T = TypeVar("T")
 Work = Callable[[Connection[Any]], T]
@@ -32,6 +32,13 @@ RETRY_SECONDS_MAX = 1.0
 JOIN_SECONDS = 1.0
 
 log = logging.getLogger("fencepost.jobs")
+
+
+def certain() -> Future[Any]:
+    """A future that nobody can cancel, as a task does that waits for it: what it stands for happens all the same."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 class LanesClosed(Unreachable):
@@ -69,7 +76,7 @@ class Lanes:
 
     def send(self, work: Work[T]) -> Future[T]:
         """Queues the work; the future has its result or its exception, LanesClosed after ``close``."""
-        future: Future[T] = Future()
+        future: Future[T] = certain()
         with self._sending:
             if not self._closed.is_set():
                 self._queue.put((work, future))

@@ -41,7 +41,7 @@ class Renewal:
         self._dsn = dsn
         self._running = running
         self._stopping = threading.Event()
-        self._due: dict[int, float] = {}
+        self._due: dict[Execution, float] = {}
         self._threads = [
             threading.Thread(target=self._renew, name="fencepost-renewal", daemon=True),
             threading.Thread(target=self._watch, name="fencepost-watch", daemon=True),
@@ -76,11 +76,11 @@ class Renewal:
 
     def _turn(self, conn: Connection[Any]) -> None:
         running = list(self._running())
-        known = {id(execution) for execution in running}
-        self._due = {key: due for key, due in self._due.items() if key in known}
+        known = set(running)
+        self._due = {execution: due for execution, due in self._due.items() if execution in known}
         for execution in running:
             started = time.monotonic()
-            due = self._due.setdefault(id(execution), started + execution.job.lease / 3)
+            due = self._due.setdefault(execution, started + execution.job.lease / 3)
             if started < due or execution.is_lost or execution.writing:
                 continue
             try:
@@ -90,10 +90,10 @@ class Renewal:
                     _told(execution, error.field or "fence")
             except (NotArmed, psycopg.errors.LockNotAvailable):
                 # The lease is what it was: try again soon, and let the clock decide when it is over.
-                self._due[id(execution)] = started + min(RETRY_SECONDS, execution.job.lease / 10)
+                self._due[execution] = started + min(RETRY_SECONDS, execution.job.lease / 10)
             else:
                 execution.extend(started + execution.job.lease)
-                self._due[id(execution)] = started + execution.job.lease / 3
+                self._due[execution] = started + execution.job.lease / 3
 
 
 def _told(execution: Execution, part: str) -> None:

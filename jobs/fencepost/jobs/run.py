@@ -7,6 +7,7 @@ back, the attempt counted. [O] dying after the handler and before its outcome is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -116,7 +117,9 @@ class Run:
             self._keeper.start()
         if any(handled.asynchronous for handled in self._classes.values()):
             self._loop = asyncio.new_event_loop()
-            self._loop_thread = threading.Thread(target=self._loop.run_forever, name="fencepost-loop", daemon=True)
+            self._loop_thread = threading.Thread(
+                target=_run_until_stopped, args=(self._loop,), name="fencepost-loop", daemon=True
+            )
             self._loop_thread.start()
 
     def arm(self) -> None:
@@ -299,10 +302,16 @@ class Run:
 
         asyncio.run_coroutine_threadsafe(last(), loop)
         thread.join(LOOP_SECONDS)
-        if not thread.is_alive():
-            loop.close()
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    # Invariant: whoever waits for this thread may give up, and the loop is closed all the same.
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # It is closed: nobody is left to call.
         loop.call_soon_threadsafe(call)

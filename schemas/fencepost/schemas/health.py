@@ -81,6 +81,7 @@ class HealthServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
+        self._stopped = False
         self.port = 0
 
     def start(self) -> None:
@@ -100,6 +101,7 @@ class HealthServer:
 
     def stop(self) -> None:
         """Ends every connection and the thread, within a few seconds."""
+        self._stopped = True
         loop, ending = self._loop, self._ending
         if loop is not None and ending is not None:
             with contextlib.suppress(RuntimeError):
@@ -114,6 +116,8 @@ class HealthServer:
     async def _serve(self, listener: socket.socket) -> None:
         self._ending = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        if self._stopped:  # Before there was a loop to tell.
+            return
         server = await asyncio.start_server(self._accepted, sock=listener, limit=HEAD_BYTES)
         try:
             await self._ending.wait()

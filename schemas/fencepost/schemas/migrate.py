@@ -22,6 +22,9 @@ from fencepost.schemas.witness import Witness
 
 OLDEST_SERVER = 150000
 LOCK = "SELECT pg_advisory_xact_lock(7310579032614957)"
+WAIT = "SELECT set_config('lock_timeout', %(longest)s, true)"
+OTHER_RUN_WAIT = "10min"
+TABLE_WAIT = "10s"
 LEDGER = """CREATE TABLE IF NOT EXISTS fencepost.migration (
     name text PRIMARY KEY, checksum text NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"""
 APPLIED = "SELECT name, checksum FROM fencepost.migration ORDER BY name"
@@ -99,8 +102,10 @@ def apply(
         single_role = is_loopback(dsn)
     with connect(dsn) as conn:
         _require_server(conn)
-        conn.execute("SET LOCAL lock_timeout = '10s'")
+        # Another run may need minutes for a large database; a table is waited for briefly, since others queue up behind us.
+        conn.execute(WAIT, {"longest": OTHER_RUN_WAIT})
         conn.execute(LOCK)
+        conn.execute(WAIT, {"longest": TABLE_WAIT})
         created, single_role, install = _schema(conn, single_role, install)
         _require_not_newer(conn)
         applied = _tables(conn)
