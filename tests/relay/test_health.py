@@ -250,8 +250,13 @@ def port() -> Iterator[int]:
 def test_a_server_that_is_stopped_before_its_thread_has_begun_gives_its_port_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    go, run = threading.Event(), HealthServer._run
-    monkeypatch.setattr(HealthServer, "_run", lambda self, listener: go.wait(60) and run(self, listener))
+    go, run = threading.Event(), HealthServer._run  # pyright: ignore[reportPrivateUsage]
+
+    def late(server: HealthServer, listener: socket.socket) -> None:
+        assert go.wait(60)
+        run(server, listener)
+
+    monkeypatch.setattr(HealthServer, "_run", late)
     server = HealthServer(HERE, said)
     server.start()
     server.stop()

@@ -37,6 +37,7 @@ log = logging.getLogger("fencepost.relay")
 
 SLOT_PAUSE_SECONDS = 0.1
 SLOT_PAUSE_CAP_SECONDS = 2.0
+AGAIN_SECONDS_MAX = 2.0
 
 
 class DestinationLoop:
@@ -61,7 +62,7 @@ class DestinationLoop:
         self._pace = pace
         self._stop = stop
         self._lease = SlotLease(destination.name, self.owner, seconds=pace.lease, holds_keys=destination.holds_keys)
-        self._refresh_at = 0.0
+        self._refresh_at = self._refreshed_at = 0.0
         self._leaving: set[int] = set()
         self._reader: PageReader | None = None
         self._flights: deque[Flight] = deque()
@@ -112,7 +113,7 @@ class DestinationLoop:
                 if once:
                     raise
                 self._trouble(str(error) if isinstance(error, FencepostError) else type(error).__name__)
-                pause = min(self._pace.poll_max * 4, 0.05 * 2 ** min(attempt, 10))
+                pause = min(self._pace.poll_max * 4, AGAIN_SECONDS_MAX, 0.05 * 2 ** min(attempt, 10))
                 attempt += 1
                 self._stop.wait(pause * (0.5 + random.random() / 2))
 
@@ -185,28 +186,32 @@ class DestinationLoop:
                     self._sleeper.awake()
             elif self._flights or self._reading is not None or self._retries.answers is not None:
                 # Events that commit meanwhile do not wait for these confirms.
-                self._await(pause)
+                self._await(min(pause, self._due()))
                 pause = min(self._pace.poll_max, pause * 1.5)
             else:
-                if once:
-                    # Slots that are still not ours after a whole lease belong to a relay that lives and publishes them.
-                    if len(self._lease.held) == slots or time.monotonic() > others_until:
-                        return
-                    self._refresh_at = 0.0
+                # Slots that are still not ours after a whole lease belong to a relay that lives and publishes them.
+                if once and (len(self._lease.held) == slots or self._refreshed_at > others_until):
+                    return
                 rung = self._rest(conn, pause)
+                if once:
+                    self._refresh_at = 0.0
                 pause = self._pace.poll_min if rung else min(self._pace.poll_max, pause * 1.5)
         self._drain(conn)
 
     def _rest(self, conn: Connection[Any], pause: float) -> bool:
         """Nothing is to be done: waits, or with a doorbell sleeps until it rings (True), never past what is due."""
         held = self._lease.held
+        due = self._due()
         if self._sleeper is None or not held or pause < min(DOZE_AFTER_SECONDS, self._pace.poll_max):
-            self._stop.wait(pause)
+            self._stop.wait(min(pause, due))
             return False
-        due = self._refresh_at - time.monotonic()
         if any(slot.keys or slot.doubts for slot in held.values()):
             due = min(due, RETRY_LOOK_SECONDS)
-        return self._sleeper.rest(conn, max(0.0, min(self._pace.poll_max, due)))
+        return self._sleeper.rest(conn, min(self._pace.poll_max, due))
+
+    def _due(self) -> float:
+        """Seconds until our slots are to be renewed, and what others have left is to be taken."""
+        return max(0.0, self._refresh_at - time.monotonic())
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +219,7 @@ class DestinationLoop:
         """Renews the lease when it is time, takes what is free, and notes which slots others should have."""
         now = time.monotonic()
         if now >= self._refresh_at:
-            self._refresh_at = now + self._pace.refresh
+            self._refreshed_at, self._refresh_at = now, now + self._pace.refresh
             _, surplus = self._lease.refresh(conn)
             self._leaving = set(surplus)
             self._retries.load_keys(conn)

@@ -28,6 +28,9 @@ from fencepost.schemas.witness import Witness
 
 log = logging.getLogger("fencepost.relay")
 
+# What helpers of the loops get after the drain: their threads are daemons and leave nothing half done.
+END_SECONDS = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -135,11 +138,7 @@ class Relay:
         finally:
             self._stop.set()
             self._close()
-            recycler.stop()
-            if self._bell is not None:
-                self._bell.stop()
-            if keeper is not None:
-                keeper.stop()
+            _end([part.stop for part in (recycler, self._bell, keeper) if part is not None])
         if self._failure is not None:
             raise self._failure
         return self.summary()
@@ -222,6 +221,16 @@ class Relay:
         deadline = time.monotonic() + 2
         for destination in self._destinations:
             destination.close(deadline)
+
+
+def _end(stops: Sequence[Callable[[], None]]) -> None:
+    """Stops all at once: a database that is silent lets each of them wait, and nobody is waited for longer than this."""
+    threads = [threading.Thread(target=stop, name="relay-end", daemon=True) for stop in stops]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + END_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _metrics(loops: Sequence[DestinationLoop], watch: Watch) -> Callable[[], tuple[str, bytes]] | None:
