@@ -212,7 +212,7 @@ def until_the_lease_has_ended(app: App, operation: str) -> None:
 
 
 def begin_shortly(app: App, operation: str, *, checked: bool = False) -> Fence:
-    """Leaves the manual connection inside a transaction that holds a fence whose lease ends soon, its check fired early."""
+    """Leaves the manual connection inside a transaction that holds a fence whose lease ends soon; `checked`: and was checked early."""
     held = app.claim(operation)
     for seconds in (1, 4, 16):
         app.root.execute(
