@@ -42,7 +42,7 @@ TABLES = (
     "schedule",
 )
 FIRST = "SELECT i.epoch_counter = 1 AND i.floor = 1 AND i.era = 1 FROM fencepost.installation AS i"
-ALONE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+ALONE = "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
 
 
 def empty(database: Database) -> Database:

@@ -20,7 +20,7 @@ from support import computing
 from support.database import Database
 from support.jobs import CLASS, column, expire, given
 from support.processes import wait_for
-from support.workers import QUICK, becomes, running
+from support.workers import QUICK, becomes, quick, running
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_handlers_compute_elsewhere_and_a_lost_lease_kills_only_what_nobody_wait
     def sync(ctx: Context, job: Job) -> None:
         found.append(ctx.compute(computing.square, 5)[0])
 
-    @worker.job("an.async", **QUICK)
+    @worker.job("an.async", **quick(lease=6.0))
     async def asynchronous(ctx: AsyncContext, job: Job) -> None:
         found.append((await ctx.compute(computing.square, 6))[0])
         if job.attempts == 1:

@@ -26,7 +26,7 @@ from support.jobs import CLASS, Conn, age_effect, column, effect, expire, given,
 from support.processes import Child, wait_for
 from support.provider import Client, Mode, Provider
 from support.proxy import Proxy
-from support.workers import CHILD_PATH, QUICK, becomes, running
+from support.workers import CHILD_PATH, QUICK, becomes, quick, running
 
 NO_BACKOFF = Backoff(0.0, 0.0)
 MODES: tuple[Mode, ...] = ("answer", "drop-after-accept", "refuse-before-read", "error500", "hang", "garbage")
@@ -253,10 +253,10 @@ def test_a_cancelled_handler_leaves_its_effect_unknown_and_a_cancelled_begin_def
 
     async def call(request: Any, dispatch: Dispatch) -> Success:
         entered.set()
-        await asyncio.sleep(20)
+        await asyncio.sleep(60)
         return Success("never")
 
-    @worker.job(CLASS, **QUICK)
+    @worker.job(CLASS, **quick(lease=6.0))
     async def handler(ctx: AsyncContext, job: Job) -> None:
         await ctx.effect("e1", call, {})
 
@@ -265,7 +265,7 @@ def test_a_cancelled_handler_leaves_its_effect_unknown_and_a_cancelled_begin_def
         with running(worker, database18):
             assert entered.wait(10)
             cancel(conn, "t", "op-1", CLASS, actor="ann", reason="no more")
-            wait_for(lambda: effect(conn, "state") == "unknown", 10, "the outcome to be written although cancelled")
+            wait_for(lambda: effect(conn, "state") == "unknown", 30, "the outcome to be written although cancelled")
         assert (show(conn), effect(conn, "reason")) == ("cancelled", "cancelled")
 
 

@@ -48,7 +48,7 @@ def worker(journal: Journal | Path, client: Client, **policy: Any) -> Worker:
 
     @made.job(CLASS, **options)
     def handler(ctx: Context, job: Job) -> None:
-        done = ctx.effect("e1", client.call, {"operation": job.operation, "text": SECRET}, timeout=3.0)
+        done = ctx.effect("e1", client.call, {"operation": job.operation, "text": SECRET}, timeout=20.0)
         ctx.publish(lambda tx: save(tx, job.operation, by=done.receipt))
 
     return made
@@ -124,7 +124,7 @@ def test_with_a_journal_that_cannot_be_written_no_effect_is_begun_nothing_is_cla
         made = worker(journal, Client(provider.port), max_attempts=3)
         with running(made, database18, concurrency=1):
             becomes(conn, "done", "before")
-            assert made.standing.readiness()[1]["state"] == "ready"
+            wait_for(lambda: made.standing.readiness()[1]["state"] == "ready", 20, "the worker to be ready")
             disk.fail_sync = BROKEN
             given(conn, "during", max_attempts=3)
             wait_for(lambda: column(conn, "reason", "during") == "not_dispatched", 10, "the begin to be refused")
@@ -139,7 +139,7 @@ def test_with_a_journal_that_cannot_be_written_no_effect_is_begun_nothing_is_cla
             disk.fail_sync = 0
             becomes(conn, "done", "during")
             becomes(conn, "done", "later")
-            assert made.standing.readiness()[1]["state"] == "ready"
+            wait_for(lambda: made.standing.readiness()[1]["state"] == "ready", 20, "the worker to be ready again")
         assert sorted(provider.accepted) == sorted(map(key, ("before", "during", "later")))
     assert "no effect is begun: the journal could not be synced" in caplog.text
     assert not begins(tmp_path / "j").unmatched and read(tmp_path / "j")[0].damage is None
@@ -160,7 +160,7 @@ worker = Worker(journal=Path(sys.argv[2]))
 
 @worker.job(CLASS, **QUICK)
 def handler(ctx, job):
-    ctx.effect("e1", die, {"operation": job.operation, "text": "hunter2"}, timeout=1.0)
+    ctx.effect("e1", die, {"operation": job.operation, "text": "hunter2"}, timeout=20.0)
 
 if sys.argv[3] == "before":
     effects.begin = die

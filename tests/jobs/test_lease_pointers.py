@@ -192,11 +192,11 @@ def test_a_lease_that_ends_while_a_claim_looks_is_due_no_earlier_than_it_was_wri
         assert len(claim(conn, "w", [CLASS], 10)) == 2
         all_due(conn)
         conn.execute("UPDATE fencepost.agenda SET due = due - interval '1 s' WHERE operation = 'op-1'")
-        conn.execute(
-            "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '4 s' WHERE operation = 'op-2'; "
-            "DELETE FROM fencepost.agenda WHERE operation = 'op-2' AND due > clock_timestamp()"
-        )
         with held_up(conn, SLOW):
+            conn.execute(
+                "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '8 s' WHERE operation = 'op-2'; "
+                "DELETE FROM fencepost.agenda WHERE operation = 'op-2' AND due > clock_timestamp()"
+            )
             assert claim(conn, "w", [CLASS], 10) == []
         found = conn.execute(
             "SELECT a.operation, a.due = j.lease_until, a.due > j.lease_until FROM fencepost.agenda AS a"

@@ -24,6 +24,7 @@ from fencepost.schemas.errors import (
 )
 from support.database import Database
 from support.jobs import CLASS, Background, Conn, begun, claimed, given, save, show, two, waiting
+from support.patience import patient
 
 OTHER = "report.other"
 THEM = "old-queue"
@@ -125,7 +126,7 @@ def test_a_hand_over_waits_for_the_claim_under_way_and_sees_what_it_started(data
     with two(database18) as (auto, manual):
         given(auto)
         assert len(claim(manual, "w", [CLASS], 1)) == 1
-        admin = Background(database18, lambda conn: hand_over(conn, ADMIN, CLASS, to=THEM))
+        admin = Background(database18, patient(lambda conn: hand_over(conn, ADMIN, CLASS, to=THEM)))
         waiting(auto, admin.pid)
         manual.commit()
         with pytest.raises(SecondOwner, match="running"):
@@ -139,7 +140,7 @@ def test_an_owner_that_has_asked_keeps_the_class_until_its_transaction_ends(data
         own(manual, CLASS, THEM)
         with pytest.raises(SecondOwner):
             claim(auto, "w", [CLASS], 1)
-        admin = Background(database18, lambda conn: hand_over(conn, ADMIN, CLASS, to=FENCEPOST))
+        admin = Background(database18, patient(lambda conn: hand_over(conn, ADMIN, CLASS, to=FENCEPOST)))
         waiting(auto, admin.pid)
         manual.commit()
         assert admin.outcome() == THEM

@@ -21,6 +21,7 @@ from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_class
 from support.database import Database
 from support.jobs import CLASS, Background, Conn, begun, expire, given, save, show, two, waiting
+from support.patience import patient
 from support.processes import wait_for
 
 OTHER = "report.other"
@@ -149,7 +150,7 @@ def test_what_was_claimed_before_there_was_a_limit_counts_also_if_it_was_not_com
         many(auto, 5)
         committed = claim(auto, "w", [CLASS], 1)
         under_way = claim(manual, "w", [CLASS], 2)
-        limiting = Background(database18, lambda conn: registered(conn, limit=3))
+        limiting = Background(database18, patient(lambda conn: registered(conn, limit=3)))
         waiting(auto, limiting.pid)
         manual.commit()
         limiting.outcome()

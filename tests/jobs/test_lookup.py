@@ -155,7 +155,7 @@ def test_an_answer_that_settles_nothing_never_does_and_is_asked_for_more_and_mor
     with database18.connect(autocommit=True) as conn:
         unknown(conn)
         age_effect(conn)
-        keeper = upkeep(database18, adapter, backoff=8.0)
+        keeper = upkeep(database18, adapter, backoff=14.0)
         delays: list[float] = []
         for asks in range(1, 12):
             assert keeper.turn(conn) == 1 and keeper.turn(conn) == 0
@@ -163,7 +163,7 @@ def test_an_answer_that_settles_nothing_never_does_and_is_asked_for_more_and_mor
             assert (kept, number, later) == (code, asks, True)
             delays.append(delay.total_seconds())
             due(conn)
-        assert delays[0] <= 8 < delays[2] < delays[4] < delays[6] <= max(delays) <= BACKOFF_SECONDS_MAX
+        assert delays[0] <= 14 < delays[2] < delays[4] < delays[6] <= max(delays) <= BACKOFF_SECONDS_MAX
         assert (effect(conn, "state"), effect(conn, "version"), show(conn)) == ("unknown", 2, "blocked")
         adapter.answers = [Landed("r-1")]
         assert keeper.turn(conn) == 1 and effect(conn, "state") == "resolved_applied"

@@ -211,8 +211,8 @@ def until_the_lease_has_ended(app: App, operation: str) -> None:
     )
 
 
-def begin_shortly(app: App, operation: str) -> Fence:
-    """Leaves the manual connection inside a transaction that holds a fence whose lease ends soon."""
+def begin_shortly(app: App, operation: str, *, checked: bool = False) -> Fence:
+    """Leaves the manual connection inside a transaction that holds a fence whose lease ends soon; `checked`: and was checked early."""
     held = app.claim(operation)
     for seconds in (1, 4, 16):
         app.root.execute(
@@ -221,6 +221,8 @@ def begin_shortly(app: App, operation: str) -> Fence:
         )
         try:
             fence(app.manual, held)
+            if checked:
+                app.manual.execute("SET CONSTRAINTS ALL IMMEDIATE")
         except StaleFence:
             app.manual.rollback()
         else:
@@ -249,8 +251,7 @@ def test_a_commit_check_that_is_fired_early_lets_nobody_in_between(app: App, tab
     refused(lambda: save(app.manual, table, operation))
     app.manual.rollback()
 
-    begin_shortly(app, operation)
-    app.manual.execute("SET CONSTRAINTS ALL IMMEDIATE")
+    begin_shortly(app, operation, checked=True)
     save(app.manual, table, operation)
     refused(lambda: nested(app.manual, lambda c: save(c, table, "other")))
     until_the_lease_has_ended(app, operation)

@@ -167,6 +167,7 @@ def test_the_lease_that_ends_inside_the_callback_publishes_nothing(database: Dat
         with pytest.raises(StaleFence) as refused:
             publish(conn, job.fence, lambda tx: (save(tx), tx.execute("SELECT pg_sleep(0.6)")))
         assert refused.value.field == "lease" and results(conn) == []
+        given(conn, lease=30.0)
         publish(conn, claimed(conn).fence, lambda tx: save(tx, by="successor"))
         assert results(conn) == ["successor"]
 
@@ -288,7 +289,7 @@ class Cut(psycopg.Connection[tuple[Any, ...]]):
 def through_a_proxy(database: Database, *, refuse_new: bool) -> Generator[Cut]:
     info = conninfo_to_dict(database.dsn)
     with Proxy(int(str(info["port"])), str(info["host"])) as proxy:
-        conn = Cut.connect(make_conninfo(database.dsn, host="127.0.0.1", port=proxy.port, connect_timeout="2"))
+        conn = Cut.connect(make_conninfo(database.dsn, host="127.0.0.1", port=proxy.port, connect_timeout="10"))
         conn.proxy = proxy
         conn.refuse_new = refuse_new
         yield conn

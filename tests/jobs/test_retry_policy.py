@@ -181,7 +181,7 @@ def test_attempts_that_crashed_count_and_the_classs_limit_and_the_handlers_own_d
     worker = Worker()
     failed = threading.Event()
 
-    @worker.job(CLASS, max_attempts=2, backoff=Backoff(0.0, 5.0), retry=RetryPolicy(wait=wait_fixed(3600)), **QUICK)
+    @worker.job(CLASS, max_attempts=2, backoff=Backoff(0.0, 60.0), retry=RetryPolicy(wait=wait_fixed(3600)), **QUICK)
     def handler(ctx: Context, job: Job) -> None:
         failed.set()
         match job.operation:
@@ -208,4 +208,4 @@ def test_attempts_that_crashed_count_and_the_classs_limit_and_the_handlers_own_d
         ).fetchone()
         assert row is not None
         capped, own = row[0]
-        assert capped <= timedelta(seconds=5) < timedelta(minutes=29) < own
+        assert capped <= timedelta(seconds=60) < timedelta(minutes=29) < own

@@ -527,7 +527,9 @@ def test_a_handler_that_keeps_waiting_from_getting_out_can_do_nothing(database18
         wait_for(lambda: len(refused) == 4, 20, "everything to be refused")
         tell(conn)
         becomes(conn, "done")
-        assert refused == [LeaseLost, StaleFence, StaleFence, StaleFence] and results(conn) == []
+        # The publication has no time left: where the database is slow, that is what it is told first.
+        assert refused[1] in (StaleFence, LeaseLost) and results(conn) == []
+        assert refused[:1] + refused[2:] == [LeaseLost, StaleFence, StaleFence]
         assert conn.execute("SELECT result FROM fencepost.result").fetchall() == [(b'"the second run"',)]
 
 

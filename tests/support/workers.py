@@ -21,7 +21,7 @@ ROOTS = ("tests", "compose", "schemas", "relay", "consumer", "jobs", "operate")
 CHILD_PATH = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ROOTS)}
 """For child scripts that import `support`: this tree, whatever is installed."""
 
-QUICK: dict[str, Any] = {"lease": 5.0, "max_effect_timeout": 5.0, "network_bound": 0.0}
+QUICK: dict[str, Any] = {"lease": 30.0, "max_effect_timeout": 30.0, "network_bound": 0.0}
 
 
 def quick(**changes: Any) -> dict[str, Any]:
