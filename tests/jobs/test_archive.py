@@ -629,10 +629,10 @@ def test_a_worker_archives_by_itself(database18: Database) -> None:
     with database18.connect(autocommit=True) as conn:
         done(conn)
         upkeep = Upkeep(database18.dsn, "w", {}, seconds=0.05)
-        before = threading.active_count()
+        before = set(threading.enumerate())
         upkeep.start()
         try:
             wait_for(lambda: archived(conn) == {"op-1"}, 20, "the job to be archived")
         finally:
             upkeep.stop()
-        assert threading.active_count() == before
+        wait_for(lambda: set(threading.enumerate()) <= before, 10, "its thread to end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -310,10 +311,18 @@ def test_a_rotation_waits_for_a_publication_under_way_and_what_comes_later_waits
         early, late = claimed_one(auto, "early"), claimed_one(auto, "late")
         fence(manual, early)
         save(manual, "early")
+        behind = threading.Event()
+
+        def write_late(conn: Conn) -> None:
+            assert behind.wait(20)
+            write(late)(conn)
+
+        # Its session is there before: the rotation waits for the gate for a few seconds only.
+        after = Background(database, write_late)
         rotation = Background(database, lambda _: rotated(database, tenant="t"))
         query = "SELECT count(*) FROM pg_locks WHERE mode = 'ExclusiveLock' AND NOT granted AND relation = 'fencepost.gate'::regclass"
         wait_for(lambda: auto.execute(query).fetchone() == (1,), 10, "the rotation to wait for the gate")
-        after = Background(database, write(late))
+        behind.set()
         waiting(auto, after.pid)
         complete(manual, early)
         manual.commit()

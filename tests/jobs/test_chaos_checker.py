@@ -52,6 +52,7 @@ def scene(database18: Database) -> Iterator[Conn]:
     """One job of each end: published with its effect, stopped by an unknown one, cancelled, poison, done without a result."""
     with database18.connect(autocommit=True) as conn:
         prepare(conn)
+        conn.execute("UPDATE fencepost.job_class SET lease = '1 min'")
         rows = [domain.row(0, name) | {"class": of, "tenant": "t"} for name, of in OPERATIONS.items()]
         domain.accept(conn, rows)
         for name, of in OPERATIONS.items():

@@ -298,7 +298,8 @@ def test_a_claim_costs_what_it_takes_and_not_the_backlog(database: Database, pla
                 if planned == "fresh":
                     conn.execute("VACUUM ANALYZE fencepost.job, fencepost.agenda")
                 blocks(session)
-                touched.append(blocks(session))
+                # An ANALYZE between two looks makes one of them plan again.
+                touched.append(min(blocks(session) for _ in range(3)))
     assert touched[1] < touched[0] * 1.5 + 50 and touched[1] < 1_000, touched
 
 
@@ -418,7 +419,7 @@ def test_begin_and_takeover_race_at_the_edge_of_the_lease_without_a_wrong_claim(
         for number, (operation, job) in enumerate(jobs.items()):
             look.execute(
                 "UPDATE fencepost.job SET lease_until = clock_timestamp() + %(us)s * interval '1 us' WHERE operation = %(o)s",
-                {"us": 300 + number * 300, "o": operation},
+                {"us": 300 * 1.2**number, "o": operation},
             )
             try:
                 begun(holder, job.fence, timeout=0.001)
@@ -460,7 +461,7 @@ def test_many_workers_and_reapers_complete_each_job_once(database: Database) -> 
 
         workers = [Background(database, work) for _ in range(4)]
         done = "SELECT count(*) FROM fencepost.job WHERE exec = 'done'"
-        wait_for(lambda: look.execute(done).fetchone() == (jobs,), 30, "all jobs to be done")
+        wait_for(lambda: look.execute(done).fetchone() == (jobs,), 120, "all jobs to be done")
         stopping.set()
         for worker in workers:
             worker.outcome()

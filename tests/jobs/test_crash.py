@@ -53,7 +53,7 @@ PAUSED = """
 import logging, sys, time
 from pathlib import Path
 from fencepost.jobs.worker import Worker
-from fencepost.schemas.errors import StaleFence
+from fencepost.schemas.errors import LeaseLost, StaleFence
 from support.jobs import CLASS, save
 
 logging.basicConfig(level=logging.INFO)
@@ -66,8 +66,16 @@ def handler(ctx, job):
     while not Path(sys.argv[2]).exists() and time.monotonic() < until:
         time.sleep(0.01)
     result = {"words": 3.5}
-    try:
+
+    def publish():
         ctx.publish(lambda tx: save(tx, job.operation, by="paused"))
+
+    try:
+        try:
+            publish()
+        except LeaseLost:
+            # Broken off by the limit of a lease that is over, before the fence was asked.
+            publish()
     except StaleFence as error:
         print("refused", error.field, ctx.stage(result), flush=True)
         raise
@@ -119,7 +127,7 @@ async def slow_async(ctx, job):
     print("handling", flush=True)
     await asyncio.sleep(60)
 
-worker.job(CLASS, lease=5.0)(slow if sys.argv[2] == "sync" else slow_async)
+worker.job(CLASS, lease=60.0)(slow if sys.argv[2] == "sync" else slow_async)
 worker.run(sys.argv[1], concurrency=1, drain=0.5)
 print("returned", flush=True)
 """

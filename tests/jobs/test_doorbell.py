@@ -49,11 +49,11 @@ def rare(monkeypatch: pytest.MonkeyPatch) -> None:
 class Started:
     """A worker whose handler notes what it runs, and when."""
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: Any) -> None:
         self.jobs: dict[str, float] = {}
         self.worker = Worker()
 
-        @self.worker.job(CLASS, **quick())
+        @self.worker.job(CLASS, **quick(**changes))
         def handler(_ctx: Context, job: Job) -> None:
             self.jobs[job.operation] = time.time()
 
@@ -62,9 +62,9 @@ class Started:
 
 
 @contextmanager
-def asleep(database: Database, conn: Conn) -> Generator[Started]:
+def asleep(database: Database, conn: Conn, **changes: Any) -> Generator[Started]:
     """A worker with a doorbell that has marked itself and looked once more."""
-    made = Started()
+    made = Started(**changes)
     with running(made.worker, database, doorbell=True):
         sleeps(conn)
         yield made
@@ -194,7 +194,7 @@ def test_a_job_for_later_rings_nobody_and_is_started_in_time_not_before(database
         asleep(database18, conn) as started,
     ):
         heard(ears)
-        due = time.time() + 1.5
+        due = time.time() + 6.0
         submitted(conn, "op-1", run_at=datetime.fromtimestamp(due, UTC))
         assert heard(ears) == 0
         started.have("op-1")
@@ -210,7 +210,8 @@ def test_a_worker_whose_connection_died_without_a_sign_finds_what_came_meanwhile
         database18.connect(autocommit=True) as conn,
     ):
         through = Database(make_conninfo(database18.dsn, port=proxy.port), database18.state)
-        with asleep(through, conn) as started:
+        # What was claimed by the look that nobody answered is free once its lease ends.
+        with asleep(through, conn, lease=5.0) as started:
             submitted(conn, "op-1")
             started.have("op-1")  # the control
             sleeps(conn)

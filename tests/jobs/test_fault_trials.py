@@ -42,7 +42,7 @@ def call(request, dispatch):
     here("after the answer")
     return receipt
 
-@worker.job(CLASS, lease=5.0, max_effect_timeout=5.0, network_bound=0.0)
+@worker.job(CLASS, lease=60.0, max_effect_timeout=30.0, network_bound=0.0)
 def handler(ctx, job):
     here("after the claim")
     done = ctx.effect("e1", call, {"operation": job.operation})

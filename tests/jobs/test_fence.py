@@ -164,10 +164,13 @@ def test_the_commit_is_refused_when_the_client_forgot_the_second_check_and_the_l
 
         given(auto, "op-2")
         second = claimed(auto, "op-2").fence
-        _short(auto, "op-2")
+        _short(auto, "op-2", milliseconds=3000)
         fence(manual, second)
         save(manual, "op-2", by="too late")
-        manual.execute("SELECT pg_sleep(0.6)")
+        manual.execute(
+            "SELECT pg_sleep_for(lease_until - clock_timestamp() + interval '5 ms')"
+            " FROM fencepost.publication WHERE operation = 'op-2'"
+        )
         with pytest.raises(StaleFence) as refused:
             manual.commit()
         assert refused.value.field == "lease"
@@ -284,7 +287,7 @@ def test_a_renewal_extends_the_lease_of_the_current_attempt_only(database: Datab
     with database.connect(autocommit=True) as conn:
         given(conn)
         first = claimed(conn).fence
-        _short(conn, milliseconds=1000)
+        _short(conn, milliseconds=10_000)
         before = column(conn, "lease_until")
         renew(conn, first)
         assert column(conn, "lease_until") > before

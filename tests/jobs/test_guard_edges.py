@@ -287,7 +287,7 @@ def test_a_deadline_passes_for_effects_of_the_classes_asked_for_that_nobody_runs
     with two(database18) as (auto, manual):
         attempts: dict[str, Any] = {}
         for operation, job_class in (("gone", CLASS), ("running", CLASS), ("held", CLASS), ("other", OTHER)):
-            given(auto, operation, job_class=job_class)
+            given(auto, operation, job_class=job_class, network_bound=60.0)
             f = claimed(auto, operation, job_class=job_class).fence
             attempts[operation] = f, begun(auto, f)
             if operation != "running":

@@ -104,7 +104,7 @@ def test_the_lease_counts_at_the_commit_whether_or_not_the_job_was_completed(
 
 def _short(conn: Conn, operation: str) -> None:
     conn.execute(
-        "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '300 ms' WHERE operation = %(o)s",
+        "UPDATE fencepost.job SET lease_until = clock_timestamp() + interval '3 s' WHERE operation = %(o)s",
         {"o": operation},
     )
 

@@ -81,7 +81,7 @@ class World:
 
 def queued(world: World) -> None:
     for tenant, operation, job_class in NEIGHBOURS:
-        given(world.conn, operation, tenant=tenant, job_class=job_class, policy="resumable", max_attempts=9, max_effect_timeout=9.0)  # fmt: skip
+        given(world.conn, operation, tenant=tenant, job_class=job_class, policy="resumable", max_attempts=9, max_effect_timeout=9.0, network_bound=60.0)  # fmt: skip
 
 
 def running(world: World) -> None:

@@ -50,14 +50,15 @@ def served(worker: Worker) -> Generator[HealthServer]:
         yield server
 
 
-def told(server: HealthServer, state: str) -> Any:
-    """The document of `/readyz` once it tells this state."""
+def told(server: HealthServer, state: str, **more: object) -> Any:
+    """The document of `/readyz` once it tells this state, and that."""
+    expected = {"state": state} | more
 
     def now() -> Any:
         document = ask(server.port, "/readyz").document
-        return document if document["state"] == state else None
+        return document if {name: document.get(name) for name in expected} == expected else None
 
-    return wait_for(now, DEADLINE_SECONDS, f"the state {state}")
+    return wait_for(now, DEADLINE_SECONDS, f"the document to tell {expected}")
 
 
 def metric(server: HealthServer, name: str) -> float | None:
@@ -103,7 +104,7 @@ def test_a_worker_is_ready_while_it_can_work_and_counts_how_its_handlers_ended(d
             ):
                 becomes(conn, state, operation)
             becomes(conn, "done", "retries")
-            document = told(server, "ready")
+            document = told(server, "ready", running=1)
             assert ask(server.port, "/readyz").status == 200 and ask(server.port, "/livez").status == 200
             assert (document["running"], document["capacity"]) == (1, 8) and document["oldest_running_seconds"] > 0
             found = {how: metric(server, f'ended_total{{class="{CLASS}",ending="{how}"}}') for how in ENDINGS}
