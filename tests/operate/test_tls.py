@@ -167,9 +167,7 @@ def elsewhere(table: dict[str, Any]) -> dict[str, Any]:
     return table | {"address": table["address"].replace("localhost", "127.0.0.1")}
 
 
-def run(
-    fencepost: Fencepost, database: Database, table: dict[str, Any], to: str, *command: str, **more: str
-) -> Result:
+def run(fencepost: Fencepost, database: Database, table: dict[str, Any], to: str, *command: str, **more: str) -> Result:
     destinations = json.dumps([table | {"routes": [{"match": "operate.*", "to": to}]}])
     return fencepost(database, *command, FENCEPOST_DESTINATIONS=destinations, **more)
 
