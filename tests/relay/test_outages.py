@@ -105,7 +105,7 @@ def alarmed(on: Broker, services: Services) -> Generator[None]:
         node.rabbitmqctl("set_vm_memory_high_watermark", "absolute", "1GB")
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "outage"), [("kafka", killed), ("rabbitmq", killed), ("rabbitmq", alarmed)])
 def test_nothing_that_was_on_its_way_in_an_outage_counts_as_published_and_all_of_it_arrives_afterwards(
     database18: Database, services: Services, name: str, outage: Outage

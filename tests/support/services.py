@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypedDict, TypeVar, cast
 
 import pytest
+from confluent_kafka import KafkaError
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -37,7 +38,7 @@ TOPIC_SECONDS = 15.0
 
 
 class _Metadata(Protocol):
-    error: object
+    error: KafkaError | None
 
 
 class _TopicMetadata(_Metadata, Protocol):
