@@ -18,7 +18,7 @@ from .scene import DESTINATION, Scene
 __all__ = ["LOST", "Director"]
 
 WAIT_SECONDS = 40.0
-SETTLE_SECONDS = 4.0
+SETTLE_SECONDS = 60.0
 WHICH = {"destination": DESTINATION, "consumer": app.CONSUMER}
 LOST = {
     "drop": "accepts the request, then cuts the line",
@@ -142,11 +142,12 @@ class Director:
         if not stuck:
             return
         deadline = time.monotonic() + SETTLE_SECONDS
-        while len(stuck) < len(operations) and time.monotonic() < deadline:
+        done = self.scene.number(statements.DONE, operations=operations)
+        while len(stuck) + done < len(operations) and time.monotonic() < deadline:
             time.sleep(0.1)
             stuck = self._stuck(operations)
+            done = self.scene.number(statements.DONE, operations=operations)
         _, state, reason, detail, attempts = stuck[0]
-        done = self.scene.number(statements.DONE, operations=operations)
         because = f"{reason}, {detail}" if detail else reason
         meaning = {
             "poison": "no request was sent, so nothing is in doubt; they run again after `fencepost jobs retry`",
@@ -184,7 +185,9 @@ class Director:
         say.seen(f"worker-1 holds {operation} (generation {generation}) and is stopped; nobody renews its lease now")
         self.scene.start("worker-2", "worker", "run", "reports.app:worker", "--concurrency", "2")
         say.until(
-            "the lease is over and worker-2 has claimed the job", lambda: self._job(operation)[1] == "worker-2", 20
+            "the lease is over and worker-2 has claimed the job",
+            lambda: self._job(operation)[1] == "worker-2",
+            WAIT_SECONDS,
         )
         say.until("worker-2 is where worker-1 was stopped", lambda: len(self.provider.held()) == 2, WAIT_SECONDS)
         _, owner, later, _ = self._job(operation)

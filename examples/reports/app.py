@@ -4,7 +4,7 @@
     fencepost worker run reports.app:worker
 
 Settings: FENCEPOST_DATABASE; REPORTS_PROVIDER (address), REPORTS_BROKER (kafka or rabbitmq), REPORTS_BROKER_ADDRESS,
-REPORTS_WORKER (name of this worker).
+REPORTS_WORKER (name of this worker), REPORTS_LEASE_SECONDS and REPORTS_EFFECT_SECONDS (longer for a slow machine).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ JOB = "report.analyse"
 EFFECT = "summarise"
 TOPIC = "reports"
 CONSUMER = "report-analysis"
-LEASE_SECONDS = 2.0
-EFFECT_SECONDS = 1.5
+LEASE_SECONDS = float(os.environ.get("REPORTS_LEASE_SECONDS", "3"))
+EFFECT_SECONDS = float(os.environ.get("REPORTS_EFFECT_SECONDS", "3"))
 NETWORK_SECONDS = 0.5
 TEXT_CHARS = 20_000
 

@@ -61,7 +61,7 @@ def test_a_topic_is_created_when_asked_for_with_its_options_and_then_left_alone(
     third = relay(
         database18, fencepost, "kafka", real_kafka.bootstrap, other, declare=True, options=options, name="two"
     )
-    assert third.out == "published 2, parked 0, sent again 0\n"
+    assert third.out.startswith("published 2, parked 0, "), third.out
     assert partitions(real_kafka, other) == 4
     assert len(OnKafka(real_kafka).read(Route("*", other), 2)) == 2
 

@@ -19,7 +19,8 @@ EXAMPLES = REPOSITORY / "examples"
 
 def play(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Runs the demo as a newcomer does."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FENCEPOST_RELAY")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FENCEPOST_RELAY")}
+    environment = {**kept, "REPORTS_LEASE_SECONDS": "10", "REPORTS_EFFECT_SECONDS": "8"}
     return subprocess.run(
         [sys.executable, str(EXAMPLES / "reports" / "demo.py"), *arguments],
         capture_output=True,

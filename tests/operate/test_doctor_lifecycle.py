@@ -22,6 +22,7 @@ from stack.pgbouncer import PgBouncer
 from stack.postgres import PostgresServer
 from support.command_line import Fencepost, Result
 from support.database import Database
+from support.restores import copy_database
 from support.services import Pooler
 
 CLASS = "report.make"
@@ -186,13 +187,11 @@ def copied(database: Database) -> Generator[Database]:
     parts = conninfo_to_dict(database.dsn)
     name = f"{parts['dbname']}_copy"
     with psycopg.connect(make_conninfo(database.dsn, dbname="postgres"), autocommit=True) as conn:
-        conn.execute(
-            sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(*map(sql.Identifier, (name, str(parts["dbname"]))))
-        )
+        copy_database(conn, str(parts["dbname"]), name)
         try:
             yield Database(make_conninfo(database.dsn, dbname=name), database.state)
         finally:
-            conn.execute(sql.SQL("DROP DATABASE {}").format(sql.Identifier(name)))
+            conn.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 def test_a_copy_is_told_apart_from_a_plain_restart(database18: Database, fencepost: Fencepost) -> None:

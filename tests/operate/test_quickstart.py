@@ -36,7 +36,7 @@ def test_the_quickstart_accepts_relays_handles_and_publishes(
             Child([*CLI, "consumer", "run", "app:consumer"], output=tmp_path / "consumer", env=env),
             Child([*CLI, "worker", "run", "app:worker"], output=tmp_path / "worker", env=env),
         ):
-            assert accepting.wait() == 0, accepting.text
+            assert accepting.wait(60) == 0, accepting.text
             row = wait_for(
                 lambda: conn.execute("SELECT body FROM reports").fetchone(), 60, "the report to be published"
             )

@@ -82,7 +82,7 @@ def test_a_broker_that_does_not_answer_fails_with_its_address_and_the_rest_is_st
     port = free_port()
     silent = {**good, "name": "silent", "kind": "rabbitmq", "address": f"amqp://app:{PASSWORD}@127.0.0.1:{port}/"}
 
-    done = checked(fencepost, database18, silent, good, FENCEPOST_RELAY_CONFIRM="1")
+    done = checked(fencepost, database18, silent, good)
 
     assert done.code == 1
     (line,) = failing(done)

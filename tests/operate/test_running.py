@@ -173,7 +173,7 @@ def test_consumer_runs_a_handler_with_settings_serves_health_drains_and_tells_no
     with child:
         child.says("health is served")
         wait_for(lambda: ask(port, "/readyz").status == 200, 30, "the consumer to be ready")
-        wait_for(lambda: "fencepost_consumer_handled_total" in ask(port, "/metrics").text, 5, "metrics")
+        wait_for(lambda: "fencepost_consumer_handled_total" in ask(port, "/metrics").text, 30, "metrics")
         with database18.connect(autocommit=True) as conn:
             dead = "SELECT count(*) = 2 FROM fencepost.dead_letter"
             wait_for(lambda: conn.execute(dead).fetchone() == (True,), 30, "both dead letters")
@@ -195,7 +195,7 @@ def test_a_second_signal_ends_a_consumer_at_once_and_its_message_stays(
         child.says("inside")
         os.kill(child.pid, signal.SIGTERM)
         child.says("draining")
-        assert child.terminate(5) == 128 + signal.SIGTERM
+        assert child.terminate(30) == 128 + signal.SIGTERM
     assert handled(database18) == []
     wait_for(lambda: left(rabbitmq, queue) == 1, 20, "the message to be given back")
 

@@ -1,6 +1,7 @@
 """`fencepost status`: every state with its age, and exactly the events that a destination was not sent yet."""
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +14,11 @@ from fencepost.schemas.event import Event
 from support.command_line import Fencepost
 from support.database import Database
 from support.memory_broker import Lossy, MemoryBroker
-from support.relays import accepted, relay_once, value
+from support.relays import BRISK, accepted, relay_once, value
 from support.relays import destination as in_memory
 from support.services import Kafka, unique
+
+PATIENT = replace(BRISK, confirm=10.0, lease=30.0)
 
 
 class Noted(Event, type="operate.noted", version=1):
@@ -83,10 +86,10 @@ def test_backlog_counts_what_was_not_sent_late_commits_included(
     def relay() -> str:
         done = fencepost(database18, "relay", "run", "--once", FENCEPOST_DESTINATIONS=destinations)
         assert done.code == 0, done.err
-        return done.out.splitlines()[-1]
+        return done.out.splitlines()[-1].rpartition(", sent again ")[0]
 
     noted(database18, "a", "b", "c")
-    assert relay() == "published 3, parked 0, sent again 0"
+    assert relay() == "published 3, parked 0"
     assert unsent() == (0, False)
 
     noted(database18, "d", "e")
@@ -96,10 +99,10 @@ def test_backlog_counts_what_was_not_sent_late_commits_included(
         noted(database18, "f")
         # What is not committed is not counted; what was committed around it is sent without waiting for it.
         assert unsent() == (3, True)
-        assert relay() == "published 3, parked 0, sent again 0"
+        assert relay() == "published 3, parked 0"
         assert unsent() == (0, False)
     assert unsent() == (1, True)
-    assert relay() == "published 1, parked 0, sent again 0"
+    assert relay() == "published 1, parked 0"
     assert unsent() == (0, False)
 
 
@@ -108,7 +111,7 @@ def test_status_counts_what_was_overtaken_within_the_replay_window_and_older_rec
 ) -> None:
     accepted(database18, "a-1", "a-2", key="a")
     assert "overtaken" not in fencepost(database18, "status").out
-    relay_once(database18, in_memory(MemoryBroker(Lossy("a-1"), withholding=False)))
+    relay_once(database18, in_memory(MemoryBroker(Lossy("a-1"), withholding=False)), pace=PATIENT)
 
     (line,) = [line for line in fencepost(database18, "status").out.splitlines() if "overtaken" in line]
 
@@ -117,7 +120,7 @@ def test_status_counts_what_was_overtaken_within_the_replay_window_and_older_rec
         conn.execute("UPDATE fencepost.overtaken SET at = at - %s", [timedelta(days=8)])
         assert "overtaken" not in fencepost(database18, "status").out
         accepted(database18, "b-1", "b-2", key="b")
-        relay_once(database18, in_memory(MemoryBroker(Lossy("b-1"), withholding=False)))
+        relay_once(database18, in_memory(MemoryBroker(Lossy("b-1"), withholding=False)), pace=PATIENT)
         assert value(conn, "SELECT array_agg(operation) FROM fencepost.overtaken") == ["b-1"]
 
 

@@ -16,6 +16,7 @@ from fencepost.operate.testing.ageing import TABLES
 from fencepost.schemas.errors import InvalidInput, WrongTransaction
 from stack.obtain import Obtained
 from stack.postgres import PostgresServer
+from support.restores import copy_database
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "tests" / "support" / "kit"
@@ -168,7 +169,7 @@ def test_rows_age_only_in_a_database_that_the_fixture_made(database: Database, d
         name = conn.info.dbname
     copied = f"{name}_copied"
     with psycopg.connect(make_conninfo(database.dsn, dbname="postgres"), autocommit=True) as conn:
-        conn.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(copied), sql.Identifier(name)))
+        copy_database(conn, name, copied)
         try:
             with (
                 psycopg.connect(make_conninfo(database.dsn, dbname=copied)) as other,

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -35,8 +36,10 @@ from support.processes import wait_for
 from support.services import Kafka, Rabbit, missing
 
 WRONG = "canary-wrong-password"
-FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, start_seconds=2)
-SECONDS = "2"
+FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2)
+IMPATIENT = replace(FAST, start_seconds=6)
+# Kafka's client takes the whole time, whether the refusal has come by then or not.
+SHORT_CONFIRM, LONG_CONFIRM = ({"FENCEPOST_RELAY_CONFIRM": seconds} for seconds in ("2", "10"))
 
 
 class Sealed(Event, type="operate.sealed", version=1):
@@ -164,9 +167,8 @@ def elsewhere(table: dict[str, Any]) -> dict[str, Any]:
     return table | {"address": table["address"].replace("localhost", "127.0.0.1")}
 
 
-def run(fencepost: Fencepost, database: Database, table: dict[str, Any], to: str, *command: str) -> Result:
+def run(fencepost: Fencepost, database: Database, table: dict[str, Any], to: str, *command: str, **more: str) -> Result:
     destinations = json.dumps([table | {"routes": [{"match": "operate.*", "to": to}]}])
-    more = {} if command[1] == "run" else {"FENCEPOST_RELAY_CONFIRM": SECONDS}
     return fencepost(database, *command, FENCEPOST_DESTINATIONS=destinations, **more)
 
 
@@ -176,13 +178,16 @@ def published(fencepost: Fencepost, database: Database, table: dict[str, Any], t
     with connect(database.dsn) as conn, conn.transaction():
         outbox.enqueue(conn, Sealed(tenant="acme", operation="op-1"))
     done = run(fencepost, database, table, to, "relay", "run", "--once")
-    assert (done.code, done.out) == (0, "published 1, parked 0, sent again 0\n"), done.err
+    assert done.code == 0, done.err
+    assert done.out.startswith("published 1, parked 0, "), done.out
 
 
 def refused(fencepost: Fencepost, database: Database, table: dict[str, Any], to: str, right: dict[str, Any]) -> str:
     """The only failing line of `relay check`, after the right table has passed."""
     assert run(fencepost, database, right, to, "relay", "check").code == 0
-    done = run(fencepost, database, table, to, "relay", "check")
+    done = run(fencepost, database, table, to, "relay", "check", **SHORT_CONFIRM)
+    if "Kafka does not answer" in done.out:
+        done = run(fencepost, database, table, to, "relay", "check", **LONG_CONFIRM)
     assert done.code == 1
     assert WRONG not in done.out + done.err
     (line,) = [line for line in done.out.splitlines() if line.startswith("fail ")]
@@ -358,23 +363,23 @@ def test_kafka_consumer_handles_what_came_over_verified_tls_and_refuses_a_wrong_
     topic = on_kafka.destination().to
     published(fencepost, sealed, table, topic)
 
-    def runner(**config: str) -> KafkaRunner:
+    def runner(options: RunnerOptions, **config: str) -> KafkaRunner:
         return KafkaRunner(
             handled,
             sealed.dsn,
             bootstrap=table["address"],
             topics=[topic],
             config=table["options"] | config,
-            options=FAST,
+            options=options,
         )
 
-    with consuming(runner()):
+    with consuming(runner(FAST)):
         arrives(sealed)
     with pytest.raises(Unreachable) as caught:
-        runner(**{"sasl.password": WRONG}).run(threading.Event())
+        runner(IMPATIENT, **{"sasl.password": WRONG}).run(threading.Event())
     assert (caught.value.field, WRONG in str(caught.value)) == ("sasl.password", False)
     with pytest.raises(Unreachable) as caught:
-        runner(**{"ssl.ca.location": str(stranger.path)}).run(threading.Event())
+        runner(IMPATIENT, **{"ssl.ca.location": str(stranger.path)}).run(threading.Event())
     assert caught.value.field == "ssl.ca.location"
 
 
@@ -391,7 +396,7 @@ def test_rabbitmq_consumer_handles_what_came_over_verified_tls_and_refuses_a_str
     queue = on_rabbit.destination().to
     published(fencepost, sealed, table, queue)
 
-    def runner(trusted: Authority) -> RabbitRunner:
+    def runner(trusted: Authority, options: RunnerOptions) -> RabbitRunner:
         context = tls_context(
             {
                 "tls_ca": str(trusted.path),
@@ -399,10 +404,10 @@ def test_rabbitmq_consumer_handles_what_came_over_verified_tls_and_refuses_a_str
                 "tls_key": str(authority.client.key),
             }
         )
-        return RabbitRunner(handled, sealed.dsn, url=table["address"], queue=queue, options=FAST, context=context)
+        return RabbitRunner(handled, sealed.dsn, url=table["address"], queue=queue, options=options, context=context)
 
-    with consuming(runner(authority)):
+    with consuming(runner(authority, FAST)):
         arrives(sealed)
     with pytest.raises(Unreachable) as caught:
-        runner(stranger).run(threading.Event())
+        runner(stranger, IMPATIENT).run(threading.Event())
     assert (caught.value.field, "guest" in str(caught.value)) == ("context", False)

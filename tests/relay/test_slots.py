@@ -8,7 +8,6 @@ from typing import Any, LiteralString
 
 import psycopg
 import pytest
-from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from fencepost.relay import acks
@@ -39,6 +38,7 @@ from support.relays import (
     until,
     value,
 )
+from support.restores import copy_database
 
 SLOTS = 16
 ACKS: LiteralString = "SELECT array_agg(a ORDER BY a.n) FROM fencepost.ack AS a"
@@ -309,8 +309,7 @@ def test_a_restarted_or_copied_database_publishes_nothing_until_its_witness_is_f
         assert broker.operations() == ["a"]
         accepted(database, "b")
         with psycopg.connect(server.dsn, autocommit=True) as conn:
-            template = sql.Identifier(database.state.name)
-            conn.execute(sql.SQL("CREATE DATABASE copied TEMPLATE {}").format(template))
+            copy_database(conn, database.state.name, "copied")
         copied = Database(make_conninfo(server.dsn, dbname="copied"), tmp_path / "copied")
         with pytest.raises(NotArmed):
             relay_once(copied, destination(stray))

@@ -25,6 +25,7 @@ from fencepost.schemas.errors import (
 from fencepost.schemas.witness import FileWitness, Mark, intend
 from stack.postgres import PostgresServer, Stop
 from support.database import Database
+from support.restores import copy_database
 
 ACT = "SELECT fencepost.tick()"
 
@@ -73,7 +74,7 @@ def test_a_copy_of_an_armed_database_is_disarmed_and_cannot_use_the_witness_of_t
     admin = make_conninfo(empty_database.dsn, dbname="postgres")
     copy = make_conninfo(empty_database.dsn, dbname=name)
     with psycopg.connect(admin, autocommit=True) as conn:
-        conn.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source)))
+        copy_database(conn, source, name)
     try:
         with empty_database.connect(autocommit=True) as conn:
             conn.execute(ACT)  # the control: the original goes on, and has not even moved since

@@ -126,7 +126,7 @@ class Child:
         """SIGCONT to the group."""
         os.killpg(self.pid, signal.SIGCONT)
 
-    def says(self, words: str, within: float = 20.0) -> None:
+    def says(self, words: str, within: float = 60.0) -> None:
         """Returns once it has printed `words`; AssertionError with its output when it ended or the time is over."""
         deadline = time.monotonic() + within
         while words not in self.text:

@@ -21,6 +21,14 @@ from support.database import Database, Databases
 WHY = By("ann", "restored last night's copy", "ticket 7")
 
 
+def copy_database(admin: psycopg.Connection[Any], source: str, name: str) -> None:
+    """A copy of a database under this name; sessions that are about to end there are ended first."""
+    admin.execute(
+        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %(name)s", {"name": source}
+    )
+    admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source)))
+
+
 @dataclass(slots=True)
 class Restores:
     """A database of this test's own; `live` is what the witness has seen last."""
@@ -41,11 +49,7 @@ class Restores:
         name = f"fp_copy_{uuid.uuid4().hex[:12]}"
         source = str(conninfo_to_dict(self.live.dsn)["dbname"])
         with self.admin() as conn:
-            conn.execute(
-                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %(name)s",
-                {"name": source},
-            )
-            conn.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source)))
+            copy_database(conn, source, name)
         self.copies.append(name)
         return name
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypedDict, TypeVar, cast
 
 import pytest
+from confluent_kafka import KafkaError
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -30,9 +31,22 @@ from stack.postgres import PostgresServer
 from stack.process import Unavailable
 from stack.rabbitmq import RabbitServer
 from stack.s3 import S3Server
+from support.processes import wait_for
 
 Node = TypeVar("Node")
 TOPIC_SECONDS = 15.0
+
+
+class _Metadata(Protocol):
+    error: KafkaError | None
+
+
+class _TopicMetadata(_Metadata, Protocol):
+    partitions: dict[int, _Metadata]
+
+
+class _ClusterMetadata(Protocol):
+    topics: dict[str, _TopicMetadata]
 
 
 class TopicAdmin(Protocol):
@@ -89,10 +103,18 @@ class Kafka:
         if self.real:
             created = admin.create_topics([NewTopic(name, partitions, 1)], operation_timeout=TOPIC_SECONDS)
             created[name].result(timeout=TOPIC_SECONDS)
+            wait_for(lambda: _is_there(admin, name, partitions), TOPIC_SECONDS, f"the broker to know the topic {name}")
         else:
             # The stand-in makes a topic when it is first named, with its own number of partitions.
             admin.list_topics(name, timeout=TOPIC_SECONDS)
         return name
+
+
+def _is_there(admin: TopicAdmin, name: str, partitions: int) -> bool:
+    found = cast(_ClusterMetadata, admin.list_topics(name, timeout=TOPIC_SECONDS)).topics.get(name)
+    if found is None or found.error is not None or len(found.partitions) != partitions:
+        return False
+    return all(partition.error is None for partition in found.partitions.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from fencepost.consumer import handoff
 from fencepost.consumer.inbox import inbox
 from fencepost.jobs.claim import Job
 from fencepost.jobs.context import Context
-from fencepost.jobs.worker import Worker
+from fencepost.jobs.worker import Backoff, Worker
 from fencepost.operate.testing import reach
 from fencepost.relay import outbox
 from fencepost.schemas.event import Event, Private
@@ -74,7 +74,7 @@ async def broken_async(tx: AsyncConnection[Any], event: Accepted) -> None:
 worker = Worker()
 
 
-@worker.job("kit.report", lease=600, max_attempts=3)
+@worker.job("kit.report", lease=600, max_attempts=3, backoff=Backoff(base=60))
 def report(ctx: Context, job: Job) -> None:
     """Publishes which attempt it was; fails where it is told to."""
     if job.json()["n"] == 13 and job.attempts == 1:

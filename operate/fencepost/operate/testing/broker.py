@@ -39,7 +39,7 @@ DESTINATION = "memory"
 CLUSTER = "memory"
 TOPIC = "events"
 TRIES_MAX = 1010
-PACE = Pace(lease=8.0, refresh=0.3, confirm=2.5, poll_max=0.05, drain=1.0, retry=RetryPolicy(base=0.3, cap=1.0))
+PACE = Pace(lease=8.0, refresh=0.3, confirm=2.5, poll_max=0.05, drain=1.0, retry=RetryPolicy(base=60, cap=3600))
 
 B = TypeVar("B", Inbox[Any], AsyncInbox[Any])
 
