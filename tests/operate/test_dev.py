@@ -44,7 +44,7 @@ def test_one_process_accepts_relays_handles_and_publishes_and_stops_in_order(
             Child([str(tmp_path / "app.py"), "report-1"], output=tmp_path / "accept", env=env) as accepting,
         ):
             assert accepting.wait(60) == 0, accepting.text
-            row = wait_for(lambda: conn.execute("SELECT body FROM reports").fetchone(), 60, "the report")
+            row = wait_for(lambda: conn.execute("SELECT body FROM reports").fetchone(), 150, "the report")
             assert row == ("summary of report-1",)
             os.kill(child.pid, signal.SIGINT)
             assert child.wait(60) == 0, child.text
