@@ -33,7 +33,7 @@ from support.services import Kafka, unique
 Tx = Connection[Any]
 SECONDS = 30.0
 FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, drain_seconds=10)
-CONFIG: dict[str, object] = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
+CONFIG: dict[str, object] = {"session.timeout.ms": 30_000, "heartbeat.interval.ms": 300}
 DOMAIN = "CREATE TABLE done (tenant text, operation text, n int GENERATED ALWAYS AS IDENTITY)"
 NOTE = "SELECT fencepost.note_positions('reports', 'c', 'g', %s, %s::text[], %s::text[], %s::integer[], %s::bigint[])"
 PLACES = """SELECT topic, topic_id, partition, next FROM fencepost.consumer_position
@@ -213,6 +213,7 @@ def test_a_runner_that_lives_through_a_restore_stands_still_until_the_recovery_a
         recovered(made.live)
 
         wait_for(lambda: len(operations(made.live)) == 5, SECONDS, "everything")
+        wait_for(lambda: committed(kafka, group, topic) == [5], SECONDS, "the last offset")
     assert operations(made.live) == [f"a-{n}" for n in range(5)]
     assert stored(made.live) == {0: 5} and committed(kafka, group, topic) == [5]
 

@@ -75,9 +75,9 @@ def loop(
     return DestinationLoop(database.dsn, to, pace=pace, stop=stop or threading.Event())
 
 
-def relay_once(database: Database, to: Destination | NoRoute) -> Counters:
+def relay_once(database: Database, to: Destination | NoRoute, *, pace: Pace = BRISK) -> Counters:
     """Publishes or parks everything that is committed, then leaves."""
-    made = loop(database, to)
+    made = loop(database, to, pace=pace)
     made.run(once=True)
     return made.counters
 

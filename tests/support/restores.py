@@ -40,11 +40,7 @@ class Restores:
         """A copy of the live database as it is."""
         name = f"fp_copy_{uuid.uuid4().hex[:12]}"
         source = str(conninfo_to_dict(self.live.dsn)["dbname"])
-        with self.admin() as conn:
-            conn.execute(
-                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %(name)s",
-                {"name": source},
-            )
+        with self.admin() as conn, _alone(conn, source):
             conn.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source)))
         self.copies.append(name)
         return name
@@ -62,6 +58,18 @@ class Restores:
         with self.admin() as conn:
             for name in self.copies:
                 conn.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@contextmanager
+def _alone(conn: psycopg.Connection[Any], name: str) -> Generator[None]:
+    """Nobody is in that database, and nobody comes in: those who use it may be at work meanwhile."""
+    allow = sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
+    conn.execute(allow.format(sql.Identifier(name), sql.SQL("false")))
+    try:
+        conn.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s", (name,))
+        yield
+    finally:
+        conn.execute(allow.format(sql.Identifier(name), sql.SQL("true")))
 
 
 @contextmanager
