@@ -476,6 +476,7 @@ def test_a_handler_that_swallows_an_error_or_ends_its_transaction_is_noticed(
 def test_readers_keep_their_rights_and_see_the_old_tables_or_the_new_ones(
     roles: Roles, dsn: str, filled: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shadow, "GIVE_UP_SECONDS", 2.0)
     monkeypatch.setattr(shadow, "PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(shadow, "LOCK_TIMEOUT", "100ms")
     reader = roles.login("reader")
@@ -547,6 +548,29 @@ def test_dropping_what_was_replaced_waits_for_a_late_reader_and_costs_it_no_dead
             assert replaying.result(30).swapped
         gone = look.execute("SELECT to_regclass('pair_old.left_half'), to_regclass('pair_old.right_half')").fetchone()
     assert gone == (None, None)
+
+
+@pytest.mark.parametrize("held", ["left_half", "right_half", "pair_replay", "pair_old.right_half"])
+def test_a_reader_whose_deadlocks_are_looked_for_at_once_loses_none_to_a_swap(
+    roles: Roles, dsn: str, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    make_pair(roles)
+    with roles.database.connect() as conn:
+        accept(conn, 1)
+    assert replay(pair, dsn, OutboxHistory(dsn)).swapped  # the allowed control
+    monkeypatch.setattr(shadow, "LOCK_TIMEOUT", "20s")
+    waiting = """SELECT count(*) > 0 FROM pg_stat_activity
+                 WHERE datname = current_database() AND wait_event_type = 'Lock'"""
+    with roles.database.connect() as reader, roles.database.connect(autocommit=True) as look:
+        reader.execute("SET deadlock_timeout = '50ms'")
+        reader.execute(f"SELECT FROM {held}".encode())
+        with ThreadPoolExecutor(1) as threads:
+            replaying = threads.submit(replay, pair, dsn, OutboxHistory(dsn), drop_old=True)
+            wait_for(lambda: look.execute(waiting).fetchone() == (True,), 20, "the swap to wait")
+            for table in ("right_half", "left_half", "pair_replay", "pair_old.left_half"):
+                reader.execute(f"SELECT FROM {table}".encode())
+            reader.rollback()
+            assert replaying.result(30).swapped
 
 
 def test_no_reader_ever_sees_one_table_replaced_and_the_other_not(roles: Roles, dsn: str) -> None:
