@@ -17,6 +17,7 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from psycopg import Connection
+from psycopg.conninfo import conninfo_to_dict
 
 from fencepost.consumer import outbox_history, shadow
 from fencepost.consumer.history import Bound, History
@@ -656,16 +657,19 @@ def test_a_projection_is_checked_when_it_is_declared() -> None:
 
 PATH = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *(str(ROOT / name) for name in ("tests", "compose"))])
 CHILD = """
-import sys
+import sys, threading
 from fencepost.consumer import kafka_history, outbox_history
 from fencepost.consumer.kafka_history import KafkaHistory
 from fencepost.consumer.outbox_history import OutboxHistory
 from fencepost.consumer.replay import replay
 from support.projections import totals
 kafka_history.BATCH = outbox_history.WINDOW = 25
-kind, dsn, *where = sys.argv[1:]
+kind, dsn, last, *where = sys.argv[1:]
+def told(progress):
+    if progress.read > int(last):
+        threading.Event().wait()
 history = KafkaHistory(*where) if kind == "kafka" else OutboxHistory(dsn)
-print(replay(totals, dsn, history))
+print(replay(totals, dsn, history, told=told))
 """
 
 
@@ -681,11 +685,13 @@ def test_killed_in_the_middle_it_goes_on_and_every_event_counts_once(
     else:
         with roles.database.connect() as conn:
             accept(conn, *range(1, number + 1))
-    arguments = (kind, dsn, kafka.bootstrap, topic)
+    gone = "SELECT count(*) = 0 FROM pg_stat_activity WHERE usename = %s"
+    login = conninfo_to_dict(dsn)["user"]
     position = "SELECT coalesce(sum(position - first), 0) FROM totals_shadow.totals_replay"
     with roles.database.connect(autocommit=True) as conn:
         at = 0
-        for _ in range(3):
+        for last in (500, 1000, 1500):
+            arguments = (kind, dsn, str(last), kafka.bootstrap, topic)
             with Child.script(CHILD, folder=tmp_path, arguments=arguments, PYTHONPATH=PATH) as child:
 
                 def moved(since: int = at) -> int | None:
@@ -696,6 +702,7 @@ def test_killed_in_the_middle_it_goes_on_and_every_event_counts_once(
 
                 at = wait_for(moved, 30, "the position to move")
                 child.kill()
+            wait_for(lambda: conn.execute(gone, (login,)).fetchone() == (True,), 30, "its sessions to end")
         assert 0 < at < number, "killed in the middle"
         assert rows(conn) == {}
     done = replay(totals, dsn, KafkaHistory(kafka.bootstrap, topic) if kind == "kafka" else OutboxHistory(dsn))
