@@ -123,7 +123,7 @@ class OnKafka:
         return kafka_binding.key(sent.tenant, sent.ordering_key)
 
     def runner(self, handler: Any, dsn: str, options: RunnerOptions = FAST) -> KafkaRunner:
-        config = {"session.timeout.ms": 30_000, "heartbeat.interval.ms": 300}
+        config = {"session.timeout.ms": self.kafka.session_ms, "heartbeat.interval.ms": 300}
         return KafkaRunner(
             handler,
             dsn,

@@ -202,7 +202,7 @@ def poll(
             group_id=group,
             ack_policy=AckPolicy.MANUAL,
             auto_offset_reset="earliest",
-            session_timeout_ms=30_000,
+            session_timeout_ms=kafka.session_ms,
             heartbeat_interval_ms=300,
         )
         inboxes.on(subscriber)(handler)

@@ -111,7 +111,7 @@ def told_right(server: HealthServer) -> None:
 
 def test_kafka_consumer_is_ready_counts_and_tells_its_partitions_and_lag(kafka: Kafka, domain18: Database) -> None:
     topic = kafka.topic()
-    config: dict[str, object] = {"session.timeout.ms": 30_000, "heartbeat.interval.ms": 300}
+    config: dict[str, object] = {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
     runner = KafkaRunner(
         handler,
         domain18.dsn,

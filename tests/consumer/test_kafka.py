@@ -35,7 +35,6 @@ from support.services import Kafka, unique
 
 Tx = Connection[Any]
 DEADLINE_SECONDS = 30.0
-LASTING: dict[str, object] = {"session.timeout.ms": 30_000, "heartbeat.interval.ms": 300}
 FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, max_attempts=5, drain_seconds=10)
 
 
@@ -107,7 +106,11 @@ def runner_of(kafka: Kafka, domain18: Database) -> Callable[..., KafkaRunner]:
     """Makes a runner whose member keeps its membership through any stall of this machine."""
 
     def make(handler: Any, topic: str, group: str, *, options: RunnerOptions = FAST, **settings: Any) -> KafkaRunner:
-        config: dict[str, object] = {**LASTING, **settings}
+        config: dict[str, object] = {
+            "session.timeout.ms": kafka.session_ms,
+            "heartbeat.interval.ms": 300,
+            **settings,
+        }
         return KafkaRunner(
             handler,
             domain18.dsn,
@@ -368,7 +371,7 @@ print("drained")
 
 
 def child(
-    kafka: Kafka, database: Database, topic: str, group: str, folder: Path, *, session: int = 30_000, blocking: str = ""
+    kafka: Kafka, database: Database, topic: str, group: str, folder: Path, *, session: int, blocking: str = ""
 ) -> Child:
     return script(CHILD, [database.dsn, kafka.bootstrap, topic, group, str(session), blocking], folder)
 
@@ -408,7 +411,7 @@ def test_sigterm_drains_and_commits_what_was_done(kafka: Kafka, domain18: Databa
     topic, group = kafka.topic(), unique("group")
     produce(kafka, topic, events(3))
 
-    with child(kafka, domain18, topic, group, tmp_path) as ending:
+    with child(kafka, domain18, topic, group, tmp_path, session=kafka.session_ms) as ending:
         wait_for(lambda: len(operations(domain18)) == 3, DEADLINE_SECONDS, "three events")
         assert ending.terminate(DEADLINE_SECONDS) == 0
         assert ending.text.endswith("drained\n")
@@ -471,7 +474,7 @@ def test_a_member_that_loses_a_partition_commits_nothing_for_it_and_every_event_
         inside.release()
         assert go.wait(DEADLINE_SECONDS)
 
-    config = dict(LASTING)
+    config = {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
     first = Watched(
         handler, domain18.dsn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
     )

@@ -118,7 +118,7 @@ class Source:
 @contextmanager
 def of_kafka(kafka: Kafka, database: Database) -> Generator[Source]:
     topic, group = kafka.topic(), unique("group")
-    config = {"session.timeout.ms": 30_000, "heartbeat.interval.ms": 300}
+    config = {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
 
     def runner(handler: Any, options: RunnerOptions = BATCHES) -> KafkaRunner:
         return KafkaRunner(
@@ -262,7 +262,7 @@ def test_a_partition_that_was_revoked_with_a_batch_in_hand_is_not_committed(
         assert go.wait(DEADLINE_SECONDS)
 
     def member(kind: type[KafkaRunner]) -> KafkaRunner:
-        config = {"session.timeout.ms": 30_000, "heartbeat.interval.ms": 300}
+        config = {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
         return kind(
             handler,
             domain18.dsn,
