@@ -592,7 +592,7 @@ def test_a_broker_that_restarts_costs_nothing_and_consuming_goes_on(
         wait_for(lambda: "held" in operations(domain18), DEADLINE_SECONDS, "the handler while the broker is away")
         real_kafka.node.start()
         produce(real_kafka, topic, events(3, "later"))
-        wait_for(lambda: committed(real_kafka, group, topic) == 7, DEADLINE_SECONDS, "the end")
+        wait_for(lambda: committed(real_kafka, group, topic) == 7, 2 * DEADLINE_SECONDS, "the end")
 
     assert sorted(operations(domain18)) == ["held", *(f"later-{n}" for n in range(3)), *(f"op-{n}" for n in range(3))]
 
