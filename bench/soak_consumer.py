@@ -191,7 +191,7 @@ def soak(
     try:
         for each in made[:2]:
             each.start()
-        seen, at = -1, time.monotonic()
+        seen, at, acted = -1, time.monotonic(), 0
         while True:
             applied = counted(database)[1]
             if applied != seen:
@@ -203,6 +203,9 @@ def soak(
             time.sleep(pause * decide.uniform(0.5, 1.5) if applied < count else 0.2)
             if applied >= count:
                 continue
+            # Where children begin slowly, what is killed before anything was applied would never come to an end.
+            while counted(database)[1] <= acted and time.monotonic() < until:
+                time.sleep(0.05)
             chosen = made[decide.randrange(2)]
             match decide.choice(("kill", "kill", "stop", "join")):
                 case "kill":
@@ -218,6 +221,7 @@ def soak(
                 case _:
                     joins += 1
                     made[2].start()
+            acted = counted(database)[1]
             say(f"  {kind}: {applied:,} of {count:,}; {kills} kills, {stops} stops, {joins} joins")
     finally:
         for each in made:

@@ -20,6 +20,7 @@ from support.deliveries import Submitted, envelope, from_kafka, from_rabbitmq
 from support.lending import KINDS, Act, Kind
 
 Tx = Connection[Any]
+DEADLINE_SECONDS = 20.0
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
@@ -27,7 +28,7 @@ def insert(tx: Tx, event: Submitted) -> None:
     tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
 
 
-@inbox(consumer="reports")
+@inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)
 def reports(tx: Tx, event: Submitted) -> None:
     insert(tx, event)
 

@@ -123,7 +123,7 @@ class OnKafka:
         return kafka_binding.key(sent.tenant, sent.ordering_key)
 
     def runner(self, handler: Any, dsn: str, options: RunnerOptions = FAST) -> KafkaRunner:
-        config = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
+        config = {"session.timeout.ms": self.kafka.session_ms, "heartbeat.interval.ms": 300}
         return KafkaRunner(
             handler,
             dsn,
@@ -324,7 +324,7 @@ def test_a_broker_that_closes_the_connection_while_handlers_run_gets_no_stale_ac
         wait_for(lambda: caplog.text.count("consuming") == 2, DEADLINE_SECONDS, "the next session")
         go.set()
         wait_for(lambda: len(operations(domain18)) == 10, DEADLINE_SECONDS, "ten effects")
-        wait_for(on.empty, DEADLINE_SECONDS, "an empty queue")
+        wait_for(lambda: on.empty() and runner.standing.oldest() is None, DEADLINE_SECONDS, "an empty queue")
 
     assert sorted(operations(domain18)) == sorted(f"op-{number}" for number in range(10))
     assert on.empty()

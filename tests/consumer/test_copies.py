@@ -24,7 +24,7 @@ from fencepost.consumer.outcomes import Busy, Handled, Outcome
 from fencepost.consumer.reading import Reading
 from fencepost.consumer.reservation import reserve_in
 from fencepost.consumer.runner import Again, Handling, RunnerOptions, Tries
-from fencepost.schemas.connect import NoAnswer
+from fencepost.schemas.connect import AsyncPunctual, NoAnswer, Punctual
 from fencepost.schemas.errors import Unreachable
 from support.database import Database
 from support.deliveries import Submitted, envelope, from_kafka
@@ -92,7 +92,8 @@ def test_of_two_copies_at_once_one_is_handled_and_the_other_a_duplicate(
     domain: Database, threads: ThreadPoolExecutor, isolation: IsolationLevel | None, same_coordinates: bool
 ) -> None:
     gate = Gate()
-    handler, elsewhere = (inbox(consumer="reports", isolation=isolation)(gate.__call__) for _ in range(2))
+    one_of = inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS, isolation=isolation)
+    handler, elsewhere = (one_of(gate.__call__) for _ in range(2))
     sent = envelope()
 
     first = threads.submit(handler.handle, domain.dsn, from_kafka(sent))
@@ -113,7 +114,8 @@ def test_the_second_copy_does_the_work_when_the_first_one_rolls_back(
 ) -> None:
     gate = Gate()
     gate.fail_first = True
-    handler, elsewhere = (inbox(consumer="reports", isolation=isolation)(gate.__call__) for _ in range(2))
+    one_of = inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS, isolation=isolation)
+    handler, elsewhere = (one_of(gate.__call__) for _ in range(2))
     sent = envelope()
 
     first = threads.submit(handler.handle, domain.dsn, from_kafka(sent))
@@ -144,7 +146,7 @@ def test_the_wait_for_another_copy_is_bounded_and_holds_no_other_work_up(
     begun = time.monotonic()
     with pytest.raises(Busy) as busy:
         copies.handle(pool, from_kafka(sent, 1))
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < DEADLINE_SECONDS / 2
     assert "op-1" not in str(busy.value)
     assert other.handle(pool, from_kafka(envelope(operation="op-2"))).outcome is Outcome.HANDLED
     gate.go.set()
@@ -247,10 +249,10 @@ def test_a_deadlock_between_handlers_is_repeated_as_a_whole(domain: Database, th
     def crossing(tx: Tx, event: Submitted) -> None:
         runs.append(event.operation)
         names = ["a", "b"] if event.operation == "op-1" else ["b", "a"]
-        tx.execute("SELECT FROM account WHERE name = %s FOR UPDATE", (names[0],))
         if runs.count(event.operation) == 1:
+            tx.execute("SELECT FROM account WHERE name = %s FOR UPDATE", (names[0],))
             both.wait(DEADLINE_SECONDS)
-        tx.execute("SELECT FROM account WHERE name = %s FOR UPDATE", (names[1],))
+            tx.execute("SELECT FROM account WHERE name = %s FOR UPDATE", (names[1],))
         tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
 
     futures = [
@@ -379,7 +381,7 @@ def test_a_commit_whose_answer_never_came_is_found_out_on_a_new_connection(
 ) -> None:
     runs: list[str] = []
 
-    @inbox(consumer="reports")
+    @inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)
     def handler(tx: Tx, event: Submitted) -> None:
         runs.append(event.operation)
         tx.execute("INSERT INTO done (operation) VALUES (%s)", (event.operation,))
@@ -484,12 +486,14 @@ def test_a_silent_database_is_left_at_our_own_deadline_and_its_connection_never_
     port = int(conninfo_to_dict(domain.dsn)["port"] or 5432)
     with Proxy(port) as proxy:
         through = make_conninfo(domain.dsn, host="127.0.0.1", port=proxy.port, sslmode="disable")
-        pool = Connections(through, answer_within=0.5)
+        pool = Connections(through, answer_within=DEADLINE_SECONDS)
         with pool.connection() as conn:
             conn.execute("SELECT 1")  # the control
             conn.rollback()
         with pytest.raises(NoAnswer), pool.connection() as again:
-            assert again is conn
+            assert again is conn and isinstance(again, Punctual)
+            assert again.answer_within == DEADLINE_SECONDS
+            again.answer_within = 0.5
             proxy.blackhole()
             again.execute("SELECT 1")
         assert conn.closed
@@ -502,12 +506,15 @@ def test_a_silent_database_is_left_at_our_own_deadline_and_its_connection_never_
 def test_a_silent_database_is_left_by_asyncio_connections_too(domain: Database) -> None:
     async def scene(proxy: Proxy) -> None:
         through = make_conninfo(domain.dsn, host="127.0.0.1", port=proxy.port, sslmode="disable")
-        pool = AsyncConnections(through, answer_within=0.5)
+        pool = AsyncConnections(through, answer_within=DEADLINE_SECONDS)
         async with pool.connection() as conn:
             await conn.execute("SELECT 1")  # the control
             await conn.rollback()
         with pytest.raises(NoAnswer):
             async with pool.connection() as again:
+                assert again is conn and isinstance(again, AsyncPunctual)
+                assert again.answer_within == DEADLINE_SECONDS
+                again.answer_within = 0.5
                 proxy.blackhole()
                 await again.execute("SELECT 1")
         assert conn.closed

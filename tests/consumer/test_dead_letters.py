@@ -294,7 +294,7 @@ def test_an_operator_and_a_handler_never_both_have_a_letter(domain: Database, fr
                 DEADLINE_SECONDS,
                 "it to wait",
             )
-        go.set()
+            go.set()  # At once: the discard waits for its own few seconds only.
         assert handling.result(DEADLINE_SECONDS).outcome is Outcome.HANDLED
         with pytest.raises(InvalidInput, match="no such dead letter"):
             discarding.result(DEADLINE_SECONDS)

@@ -99,15 +99,19 @@ def told_right(server: HealthServer) -> None:
     wait_for(lambda: counts(server) == expected, DEADLINE_SECONDS, "every count")
     for reason in ("conflict", "undecodable"):
         assert metric(server, f'dead_letters_total{{consumer="reports",reason="{reason}"}}') == 1.0
-    document = ask(server.port, "/readyz").document
-    assert (document["in_flight"], document["oldest_unhandled_seconds"]) == (0, None)
+
+    def idle() -> Any:
+        document = ask(server.port, "/readyz").document
+        return document if (document["in_flight"], document["oldest_unhandled_seconds"]) == (0, None) else None
+
+    document = wait_for(idle, DEADLINE_SECONDS, "nothing in hand")
     assert metric(server, 'ready{consumer="reports"}') == 1.0
     assert CANARY not in ask(server.port, "/metrics").text + str(document)
 
 
 def test_kafka_consumer_is_ready_counts_and_tells_its_partitions_and_lag(kafka: Kafka, domain18: Database) -> None:
     topic = kafka.topic()
-    config: dict[str, object] = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
+    config: dict[str, object] = {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
     runner = KafkaRunner(
         handler,
         domain18.dsn,
@@ -166,7 +170,11 @@ def test_a_disarmed_or_silent_database_is_told_and_a_handler_in_hand_has_an_age(
         wait_for(lambda: ask(server.port, "/readyz").document["in_flight"] == 0, DEADLINE_SECONDS, "the end")
     with served(runner, "host=127.0.0.1 port=1 dbname=gone") as server:
         wait_for(lambda: runner.standing.consuming, DEADLINE_SECONDS, "consuming")
-        assert becomes(server, "database")["database"] == "unreachable"
+        wait_for(
+            lambda: becomes(server, "database")["database"] == "unreachable",
+            DEADLINE_SECONDS,
+            "the database to be gone",
+        )
     delete(rabbitmq, name)
 
 

@@ -103,10 +103,14 @@ def running(runner: KafkaRunner) -> Generator[threading.Event, None, None]:
 
 @pytest.fixture
 def runner_of(kafka: Kafka, domain18: Database) -> Callable[..., KafkaRunner]:
-    """Makes a runner whose member is noticed as gone after 2.5 seconds."""
+    """Makes a runner whose member keeps its membership through any stall of this machine."""
 
     def make(handler: Any, topic: str, group: str, *, options: RunnerOptions = FAST, **settings: Any) -> KafkaRunner:
-        config: dict[str, object] = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300, **settings}
+        config: dict[str, object] = {
+            "session.timeout.ms": kafka.session_ms,
+            "heartbeat.interval.ms": 300,
+            **settings,
+        }
         return KafkaRunner(
             handler,
             domain18.dsn,
@@ -152,6 +156,7 @@ def test_a_dead_letter_that_was_given_back_is_handled_in_idle_time_while_others_
         wait_for(lambda: operations(domain18) == ["op-0", "op-2", "op-1"], DEADLINE_SECONDS, "the retry")
         produce(kafka, topic, events(1, "later"))
         wait_for(lambda: "later-0" in operations(domain18), DEADLINE_SECONDS, "what came later")
+        wait_for(lambda: committed(kafka, group, topic) == 4, DEADLINE_SECONDS, "the last offset")
     assert dead(domain18) == []
     assert committed(kafka, group, topic) == 4
 
@@ -194,7 +199,8 @@ def test_the_topics_retention_is_noted_and_a_shorter_window_refused(
 
     def noted() -> list[tuple[Any, ...]]:
         with domain18.connect() as conn:
-            return conn.execute("SELECT topic, retention_ms > 0 FROM fencepost.consumer_topic").fetchall()
+            found = "SELECT topic, retention_ms > 0 FROM fencepost.consumer_topic WHERE topic = %s"
+            return conn.execute(found, (topic,)).fetchall()
 
     with running(runner_of(handler, topic, unique("group"))):
         wait_for(lambda: noted() == [(topic, True)], DEADLINE_SECONDS, "the note")
@@ -280,6 +286,7 @@ def test_a_failing_event_holds_its_key_until_it_works_and_no_offset_passes_it(
 
     with running(runner_of(handler, topic, group)):
         wait_for(lambda: len(operations(domain18)) == 5, DEADLINE_SECONDS, "five events")
+        wait_for(lambda: committed(kafka, group, topic) == 5, DEADLINE_SECONDS, "the last offset")
 
     assert operations(domain18) == [f"op-{index}" for index in range(5)]
     assert max(seen) <= 2
@@ -348,7 +355,7 @@ from fencepost.consumer.inbox import inbox
 from fencepost.consumer.kafka import KafkaRunner
 from support.deliveries import Submitted
 
-dsn, bootstrap, topic, group, blocking = sys.argv[1:]
+dsn, bootstrap, topic, group, session, blocking = sys.argv[1:]
 
 @inbox(consumer="reports")
 def handler(tx, event: Submitted):
@@ -357,14 +364,16 @@ def handler(tx, event: Submitted):
         print("inside", event.operation)
         threading.Event().wait(60)
 
-config = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
+config = {"session.timeout.ms": session, "heartbeat.interval.ms": 300}
 KafkaRunner(handler, dsn, bootstrap=bootstrap, topics=[topic], group=group, config=config).run()
 print("drained")
 """
 
 
-def child(kafka: Kafka, database: Database, topic: str, group: str, folder: Path, blocking: str = "") -> Child:
-    return script(CHILD, [database.dsn, kafka.bootstrap, topic, group, blocking], folder)
+def child(
+    kafka: Kafka, database: Database, topic: str, group: str, folder: Path, *, session: int, blocking: str = ""
+) -> Child:
+    return script(CHILD, [database.dsn, kafka.bootstrap, topic, group, str(session), blocking], folder)
 
 
 def script(source: str, arguments: list[str], folder: Path) -> Child:
@@ -381,7 +390,7 @@ def test_a_killed_consumer_loses_nothing_and_repeats_nothing(
     topic, group = kafka.topic(), unique("group")
     produce(kafka, topic, events(5))
 
-    with child(kafka, domain18, topic, group, tmp_path, blocking="op-2") as killed:
+    with child(kafka, domain18, topic, group, tmp_path, session=2500, blocking="op-2") as killed:
         killed.says("inside op-2", DEADLINE_SECONDS)
         wait_for(lambda: committed(kafka, group, topic) == 2, DEADLINE_SECONDS, "two offsets")
         wait_for(lambda: len(operations(domain18)) == 4, DEADLINE_SECONDS, "what comes after it")
@@ -402,7 +411,7 @@ def test_sigterm_drains_and_commits_what_was_done(kafka: Kafka, domain18: Databa
     topic, group = kafka.topic(), unique("group")
     produce(kafka, topic, events(3))
 
-    with child(kafka, domain18, topic, group, tmp_path) as ending:
+    with child(kafka, domain18, topic, group, tmp_path, session=kafka.session_ms) as ending:
         wait_for(lambda: len(operations(domain18)) == 3, DEADLINE_SECONDS, "three events")
         assert ending.terminate(DEADLINE_SECONDS) == 0
         assert ending.text.endswith("drained\n")
@@ -424,7 +433,7 @@ def test_a_handler_slower_than_the_poll_interval_keeps_its_partition(
         if event.operation == "op-0":
             threading.Event().wait(4)  # Longer than the poll interval: time itself is what is tested.
 
-    with running(runner_of(handler, topic, group, **{"max.poll.interval.ms": 3000})):
+    with running(runner_of(handler, topic, group, **{"max.poll.interval.ms": 3000, "session.timeout.ms": 3000})):
         wait_for(lambda: committed(real_kafka, group, topic) == 2, DEADLINE_SECONDS, "the end")
 
     assert runs == ["op-0", "op-1"]
@@ -465,7 +474,7 @@ def test_a_member_that_loses_a_partition_commits_nothing_for_it_and_every_event_
         inside.release()
         assert go.wait(DEADLINE_SECONDS)
 
-    config = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
+    config = {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
     first = Watched(
         handler, domain18.dsn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
     )
@@ -478,9 +487,12 @@ def test_a_member_that_loses_a_partition_commits_nothing_for_it_and_every_event_
             go.set()
             for partition in (0, 1):
                 wait_for(lambda: committed(kafka, group, topic, partition) == 3, DEADLINE_SECONDS, "the end")  # noqa: B023
-            after = first.log[first.log.index(("revoked", revoked)) :]
-            assert ("committed", revoked) not in after
-            assert ("committed", 1 - revoked) in after
+
+            def after() -> list[tuple[str, int]]:
+                return first.log[first.log.index(("revoked", revoked)) :]
+
+            wait_for(lambda: ("committed", 1 - revoked) in after(), DEADLINE_SECONDS, "the commit of what it kept")
+            assert ("committed", revoked) not in after()
 
     assert sorted(operations(domain18)) == sorted(f"p{partition}-{index}" for partition in (0, 1) for index in range(3))
     assert len(runs) == 6
@@ -580,7 +592,7 @@ def test_a_broker_that_restarts_costs_nothing_and_consuming_goes_on(
         wait_for(lambda: "held" in operations(domain18), DEADLINE_SECONDS, "the handler while the broker is away")
         real_kafka.node.start()
         produce(real_kafka, topic, events(3, "later"))
-        wait_for(lambda: committed(real_kafka, group, topic) == 7, DEADLINE_SECONDS, "the end")
+        wait_for(lambda: committed(real_kafka, group, topic) == 7, 2 * DEADLINE_SECONDS, "the end")
 
     assert sorted(operations(domain18)) == ["held", *(f"later-{n}" for n in range(3)), *(f"op-{n}" for n in range(3))]
 
@@ -627,7 +639,7 @@ def test_processes_that_join_are_killed_and_leave_under_load_handle_each_operati
         killed.kill()
         with start() as second:
             send(100, 300)
-            wait_for(done(500), DEADLINE_SECONDS, "more")
+            wait_for(done(500), 2 * DEADLINE_SECONDS, "more")
             assert first.terminate(DEADLINE_SECONDS) == 0
             for partition in range(4):
                 wait_for(

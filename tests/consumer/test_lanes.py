@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fencepost.consumer.delivery import Delivery
@@ -29,6 +29,7 @@ def fill(lanes: Lanes, keys: list[bytes], partition: int = 0, first: int = 0) ->
 
 
 @pytest.mark.parametrize("batch", [1, 2, 100])
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=30), st.data())
 def test_the_offset_is_a_contiguous_prefix_and_each_key_keeps_its_order(
     batch: int, keys: list[bytes], data: st.DataObject

@@ -46,7 +46,7 @@ def write(tx: Connection[Any], event: Submitted) -> None:
     tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
 
 
-reports: Inbox[Any] = inbox(consumer="reports")(write)
+reports: Inbox[Any] = inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)(write)
 
 
 class Installation:

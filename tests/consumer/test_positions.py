@@ -33,7 +33,6 @@ from support.services import Kafka, unique
 Tx = Connection[Any]
 SECONDS = 30.0
 FAST = RunnerOptions(backoff_base=0.05, backoff_max=0.2, drain_seconds=10)
-CONFIG: dict[str, object] = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
 DOMAIN = "CREATE TABLE done (tenant text, operation text, n int GENERATED ALWAYS AS IDENTITY)"
 NOTE = "SELECT fencepost.note_positions('reports', 'c', 'g', %s, %s::text[], %s::text[], %s::integer[], %s::bigint[])"
 PLACES = """SELECT topic, topic_id, partition, next FROM fencepost.consumer_position
@@ -58,10 +57,14 @@ def made(databases18: Databases) -> Generator[Restores]:
         yield found
 
 
+def membership(kafka: Kafka) -> dict[str, object]:
+    return {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
+
+
 def runner(
     kafka: Kafka, database: Database, topic: str, group: str, handler: Any = insert, **config: object
 ) -> KafkaRunner:
-    settings = {**CONFIG, **config}
+    settings = {**membership(kafka), **config}
     return KafkaRunner(
         handler, database.dsn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=settings, options=FAST
     )
@@ -213,6 +216,7 @@ def test_a_runner_that_lives_through_a_restore_stands_still_until_the_recovery_a
         recovered(made.live)
 
         wait_for(lambda: len(operations(made.live)) == 5, SECONDS, "everything")
+        wait_for(lambda: committed(kafka, group, topic) == [5], SECONDS, "the last offset")
     assert operations(made.live) == [f"a-{n}" for n in range(5)]
     assert stored(made.live) == {0: 5} and committed(kafka, group, topic) == [5]
 
@@ -321,7 +325,7 @@ def test_no_position_of_a_partition_is_stored_by_a_member_that_lost_it(
         inside.release()
         assert go.wait(SECONDS)
 
-    config = dict(CONFIG)
+    config = membership(real_kafka)
     first = Watched(
         handler, made.live.dsn, bootstrap=real_kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST
     )
@@ -361,7 +365,7 @@ def test_a_single_connection_serves_handlers_and_positions_one_after_the_other(
     topic, group = kafka.topic(), unique("group")
     produce(kafka, topic, events(*(f"{key}-{n}" for n in range(40) for key in "abcd")))
     with made.live.connect(autocommit=True) as conn:
-        config = dict(CONFIG)
+        config = membership(kafka)
         with running(
             KafkaRunner(
                 insert, conn, bootstrap=kafka.bootstrap, topics=[topic], group=group, config=config, options=FAST

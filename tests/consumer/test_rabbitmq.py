@@ -19,6 +19,7 @@ from yarl import URL
 
 from fencepost.consumer import rabbitmq as module
 from fencepost.consumer.inbox import inbox
+from fencepost.consumer.outcomes import Outcome
 from fencepost.consumer.rabbitmq import RabbitRunner
 from fencepost.consumer.runner import RunnerOptions
 from fencepost.consumer.standing import BrokerState
@@ -111,6 +112,8 @@ def test_every_message_of_a_declared_queue_is_handled_once_and_the_queue_ends_em
     publish(rabbitmq, exchange, "test.submitted", [*sent, *sent[:5]])
     with running(runner):
         wait_for(lambda: len(operations(domain18)) == 30, DEADLINE_SECONDS, "30 messages")
+        told = runner.standing.outcome
+        wait_for(lambda: told(Outcome.HANDLED) + told(Outcome.DUPLICATE) == 35, DEADLINE_SECONDS, "the copies")
         wait_for(lambda: left(rabbitmq, name) == 0, DEADLINE_SECONDS, "the queue to be empty")
 
     assert sorted(operations(domain18)) == sorted(each.operation for each in sent)
@@ -213,6 +216,11 @@ def test_a_connection_that_is_cut_while_handlers_run_costs_no_effect_and_acknowl
             wait_for(lambda: caplog.text.count("consuming") == 2, DEADLINE_SECONDS, "the next session")
             go.set()
             wait_for(lambda: len(operations(domain18)) == 10, DEADLINE_SECONDS, "ten effects")
+            wait_for(
+                lambda: left(rabbitmq, queue) == 0 and runner.standing.oldest() is None,
+                DEADLINE_SECONDS,
+                "what came again",
+            )
 
     assert sorted(operations(domain18)) == sorted(f"op-{number}" for number in range(10))
     assert left(rabbitmq, queue) == 0
@@ -304,13 +312,15 @@ def test_a_stop_finishes_what_runs_and_gives_the_rest_back(rabbitmq: Rabbit, dom
 
     publish(rabbitmq, "", queue, [envelope(operation=f"op-{number}") for number in range(4)])
     options = RunnerOptions(concurrency=1)
-    with running(RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=queue, options=options)) as stop:
+    runner = RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=queue, options=options)
+    with running(runner) as stop:
         assert inside.acquire(timeout=DEADLINE_SECONDS)
         stop.set()
-        threading.Timer(0.3, go.set).start()
+        wait_for(lambda: runner.standing.draining, DEADLINE_SECONDS, "the drain")
+        go.set()
 
     assert operations(domain18) == ["op-0"]
-    assert left(rabbitmq, queue) == 3
+    wait_for(lambda: left(rabbitmq, queue) == 3, DEADLINE_SECONDS, "the rest to be given back")
 
 
 def test_a_key_keeps_its_order_while_others_are_handled_beside_it(
@@ -389,7 +399,9 @@ def test_a_handler_beyond_the_ack_deadline_comes_back_on_a_new_channel_as_a_dupl
 
     limits(1000, 500)  # Read by the broker when a channel begins.
     try:
-        runner = RabbitRunner(handler, domain18.dsn, url=rabbitmq.url, queue=name, declare=True, options=FAST)
+        runner = RabbitRunner(
+            handler, domain18.dsn, url=rabbitmq.url, queue=name, declare=True, delivery_limit=1000, options=FAST
+        )
         with running(runner):
             wait_for(lambda: runner.standing.consuming, DEADLINE_SECONDS, "the queue")
             publish(
@@ -420,7 +432,7 @@ def test_a_broker_that_restarts_costs_nothing_and_consuming_goes_on(rabbitmq: Ra
         wait_for(lambda: operations(domain18) == ["op-0"], DEADLINE_SECONDS, "the first")
         rabbitmq.node.stop()
         wait_for(lambda: not runner.standing.consuming, DEADLINE_SECONDS, "the loss")
-        assert runner.standing.broker is BrokerState.UNREACHABLE
+        wait_for(lambda: runner.standing.broker is BrokerState.UNREACHABLE, DEADLINE_SECONDS, "the broker to be gone")
         rabbitmq.node.start()
         wait_for(lambda: runner.standing.consuming, DEADLINE_SECONDS, "the next session")
         publish(rabbitmq, "", name, [envelope(operation="op-0"), envelope(operation="op-1")])

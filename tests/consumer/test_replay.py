@@ -17,6 +17,7 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from psycopg import Connection
+from psycopg.conninfo import conninfo_to_dict
 
 from fencepost.consumer import outbox_history, shadow
 from fencepost.consumer.history import Bound, History
@@ -476,6 +477,7 @@ def test_a_handler_that_swallows_an_error_or_ends_its_transaction_is_noticed(
 def test_readers_keep_their_rights_and_see_the_old_tables_or_the_new_ones(
     roles: Roles, dsn: str, filled: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shadow, "GIVE_UP_SECONDS", 2.0)
     monkeypatch.setattr(shadow, "PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(shadow, "LOCK_TIMEOUT", "100ms")
     reader = roles.login("reader")
@@ -547,6 +549,29 @@ def test_dropping_what_was_replaced_waits_for_a_late_reader_and_costs_it_no_dead
             assert replaying.result(30).swapped
         gone = look.execute("SELECT to_regclass('pair_old.left_half'), to_regclass('pair_old.right_half')").fetchone()
     assert gone == (None, None)
+
+
+@pytest.mark.parametrize("held", ["left_half", "right_half", "pair_replay", "pair_old.right_half"])
+def test_a_reader_whose_deadlocks_are_looked_for_at_once_loses_none_to_a_swap(
+    roles: Roles, dsn: str, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    make_pair(roles)
+    with roles.database.connect() as conn:
+        accept(conn, 1)
+    assert replay(pair, dsn, OutboxHistory(dsn)).swapped  # the allowed control
+    monkeypatch.setattr(shadow, "LOCK_TIMEOUT", "20s")
+    waiting = """SELECT count(*) > 0 FROM pg_stat_activity
+                 WHERE datname = current_database() AND wait_event_type = 'Lock'"""
+    with roles.database.connect() as reader, roles.database.connect(autocommit=True) as look:
+        reader.execute("SET deadlock_timeout = '50ms'")
+        reader.execute(f"SELECT FROM {held}".encode())
+        with ThreadPoolExecutor(1) as threads:
+            replaying = threads.submit(replay, pair, dsn, OutboxHistory(dsn), drop_old=True)
+            wait_for(lambda: look.execute(waiting).fetchone() == (True,), 20, "the swap to wait")
+            for table in ("right_half", "left_half", "pair_replay", "pair_old.left_half"):
+                reader.execute(f"SELECT FROM {table}".encode())
+            reader.rollback()
+            assert replaying.result(30).swapped
 
 
 def test_no_reader_ever_sees_one_table_replaced_and_the_other_not(roles: Roles, dsn: str) -> None:
@@ -632,16 +657,19 @@ def test_a_projection_is_checked_when_it_is_declared() -> None:
 
 PATH = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *(str(ROOT / name) for name in ("tests", "compose"))])
 CHILD = """
-import sys
+import sys, threading
 from fencepost.consumer import kafka_history, outbox_history
 from fencepost.consumer.kafka_history import KafkaHistory
 from fencepost.consumer.outbox_history import OutboxHistory
 from fencepost.consumer.replay import replay
 from support.projections import totals
 kafka_history.BATCH = outbox_history.WINDOW = 25
-kind, dsn, *where = sys.argv[1:]
+kind, dsn, last, *where = sys.argv[1:]
+def told(progress):
+    if progress.read > int(last):
+        threading.Event().wait()
 history = KafkaHistory(*where) if kind == "kafka" else OutboxHistory(dsn)
-print(replay(totals, dsn, history))
+print(replay(totals, dsn, history, told=told))
 """
 
 
@@ -657,11 +685,13 @@ def test_killed_in_the_middle_it_goes_on_and_every_event_counts_once(
     else:
         with roles.database.connect() as conn:
             accept(conn, *range(1, number + 1))
-    arguments = (kind, dsn, kafka.bootstrap, topic)
+    gone = "SELECT count(*) = 0 FROM pg_stat_activity WHERE usename = %s"
+    login = conninfo_to_dict(dsn)["user"]
     position = "SELECT coalesce(sum(position - first), 0) FROM totals_shadow.totals_replay"
     with roles.database.connect(autocommit=True) as conn:
         at = 0
-        for _ in range(3):
+        for last in (500, 1000, 1500):
+            arguments = (kind, dsn, str(last), kafka.bootstrap, topic)
             with Child.script(CHILD, folder=tmp_path, arguments=arguments, PYTHONPATH=PATH) as child:
 
                 def moved(since: int = at) -> int | None:
@@ -672,6 +702,7 @@ def test_killed_in_the_middle_it_goes_on_and_every_event_counts_once(
 
                 at = wait_for(moved, 30, "the position to move")
                 child.kill()
+            wait_for(lambda: conn.execute(gone, (login,)).fetchone() == (True,), 30, "its sessions to end")
         assert 0 < at < number, "killed in the middle"
         assert rows(conn) == {}
     done = replay(totals, dsn, KafkaHistory(kafka.bootstrap, topic) if kind == "kafka" else OutboxHistory(dsn))

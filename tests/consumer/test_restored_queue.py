@@ -19,6 +19,7 @@ from fencepost.consumer.runner import RunnerOptions
 from fencepost.relay import outbox
 from fencepost.relay.backfill import Chosen, resolve, send
 from fencepost.relay.destination import Destination
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Route
 from fencepost.schemas import arming, migrate
 from support.brokers import delete, left
@@ -110,10 +111,22 @@ def destination(rabbitmq: Rabbit, queue: str) -> Destination:
     return Destination("events", "rabbitmq", routes, lambda source: publisher("rabbitmq", rabbitmq.url, source))
 
 
+def relayed(rabbitmq: Rabbit, database: Database, queue: str) -> None:
+    """What a relay of that database does, once."""
+    to = destination(rabbitmq, queue)
+    try:
+        relay_once(database, to, pace=Pace())
+    finally:
+        to.close(time.monotonic() + SECONDS)
+
+
 def handled(rabbitmq: Rabbit, database: Database, queue: str, *expected: str) -> None:
     """A runner at work until these are applied and the queue is empty."""
-    with running(rabbitmq, database, queue):
+    with running(rabbitmq, database, queue) as runner:
         wait_for(lambda: operations(database) == list(expected), SECONDS, f"{expected}")
+        wait_for(
+            lambda: left(rabbitmq, queue) == 0 and runner.standing.oldest() is None, SECONDS, "the copies behind them"
+        )
     assert left(rabbitmq, queue) == 0
 
 
@@ -141,10 +154,10 @@ def test_a_database_restored_while_rabbitmq_is_ahead_is_sent_again_what_it_lost_
         with running(rabbitmq, live, queue) as first:
             wait_for(lambda: first.standing.consuming, SECONDS, "the queue")
         accepted(producer, "op-0", "op-1")
-        relay_once(producer, destination(rabbitmq, queue))
+        relayed(rabbitmq, producer, queue)
         handled(rabbitmq, live, queue, "op-0", "op-1")
         accepted(producer, "op-2", "op-3")
-        relay_once(producer, destination(rabbitmq, queue))
+        relayed(rabbitmq, producer, queue)
         backup = made.backup()
         handled(rabbitmq, live, queue, "op-0", "op-1", "op-2", "op-3")
         old = made.restored(backup)
@@ -153,9 +166,9 @@ def test_a_database_restored_while_rabbitmq_is_ahead_is_sent_again_what_it_lost_
         assert told.consumer == "reports" and told.handled_until is not None and told.backfill_from is not None
         assert told.backfill_from < told.handled_until
         source = producer if foreign else old
-        relay_once(source, destination(rabbitmq, queue))
+        relayed(rabbitmq, source, queue)
         accepted(source, "op-4")
-        relay_once(source, destination(rabbitmq, queue))
+        relayed(rabbitmq, source, queue)
         handled(rabbitmq, old, queue, "op-0", "op-1", "op-4")  # the control: without a backfill they stay lost
 
         assert backfilled(rabbitmq, source, queue, Chosen(told.backfill_from)) == 5
@@ -182,7 +195,7 @@ def test_nothing_is_taken_from_the_queue_while_the_database_is_not_armed(
     with running(rabbitmq, live, queue) as runner:
         accepted(live, "op-0")
         wait_for(lambda: runner.standing.consuming, SECONDS, "the queue")
-        relay_once(live, destination(rabbitmq, queue))
+        relayed(rabbitmq, live, queue)
         wait_for(lambda: operations(live) == ["op-0"], SECONDS, "the control")
         accepted(live, "op-1")
         with live.connect() as conn:
@@ -191,5 +204,5 @@ def test_nothing_is_taken_from_the_queue_while_the_database_is_not_armed(
         wait_for(lambda: not runner.standing.consuming, SECONDS, "it to leave the queue")
         assert operations(live) == ["op-0"]
         arming.ensure_armed(live.dsn, live.state)
-        relay_once(live, destination(rabbitmq, queue))
+        relayed(rabbitmq, live, queue)
         wait_for(lambda: operations(live) == ["op-0", "op-1"], SECONDS, "the rest")

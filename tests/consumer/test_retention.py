@@ -41,7 +41,7 @@ SELECT count(*) FROM pg_stat_activity
 WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE %(query)s"""
 
 
-@inbox(consumer="reports")
+@inbox(consumer="reports", wait_seconds=DEADLINE_SECONDS)
 def reports(tx: Tx, event: Submitted | Withdrawn) -> None:
     tx.execute("INSERT INTO done (tenant, operation) VALUES (%s, %s)", (event.tenant, event.operation))
 

@@ -112,13 +112,13 @@ class Source:
     send: Callable[[list[Envelope | bytes]], None]
     runner: Callable[..., KafkaRunner | RabbitRunner]
     unfinished: Callable[[int], int]
-    """Of so many messages, those that are not acknowledged; to be asked when no runner is there."""
+    """Of so many messages, those that are not acknowledged; on RabbitMQ without those that a runner has in hand."""
 
 
 @contextmanager
 def of_kafka(kafka: Kafka, database: Database) -> Generator[Source]:
     topic, group = kafka.topic(), unique("group")
-    config = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
+    config = {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
 
     def runner(handler: Any, options: RunnerOptions = BATCHES) -> KafkaRunner:
         return KafkaRunner(
@@ -169,6 +169,7 @@ def test_batches_keep_the_order_of_every_key_and_copies_are_handled_once(
 
     with running(source.runner(handler, replace(BATCHES, concurrency=2))):
         wait_for(lambda: arrivals(domain18) == 160, DEADLINE_SECONDS, "every commit")
+        wait_for(lambda: source.unfinished(160) == 0, DEADLINE_SECONDS, "every acknowledgement")
 
     done = operations(domain18)
     for key in range(30):
@@ -192,6 +193,7 @@ def test_a_poisoned_message_is_set_aside_by_itself_and_the_good_ones_around_it_a
     with running(source.runner(handler)):
         wait_for(lambda: len(operations(domain18)) == 12, DEADLINE_SECONDS, "the good ones")
         wait_for(lambda: len(dead(domain18)) == 3, DEADLINE_SECONDS, "the others")
+        wait_for(lambda: source.unfinished(15) == 0, DEADLINE_SECONDS, "every acknowledgement")
 
     assert sorted(operations(domain18)) == sorted(["behind", *(each.operation for each in good)])
     assert dead(domain18) == [("conflict", "op-0", 1), ("handler_failed", "poison", 3), ("undecodable", None, 1)]
@@ -223,6 +225,7 @@ def test_nothing_is_acknowledged_before_the_commit_and_what_was_rolled_back_come
     blocks = False
     with running(source.runner(handler)):
         wait_for(lambda: len(operations(domain18)) == 10, DEADLINE_SECONDS, "every commit")
+        wait_for(lambda: source.unfinished(10) == 0, DEADLINE_SECONDS, "every acknowledgement")
     assert sorted(operations(domain18)) == [f"op-{n}" for n in range(10)]
     assert source.unfinished(10) == 0
 
@@ -259,7 +262,7 @@ def test_a_partition_that_was_revoked_with_a_batch_in_hand_is_not_committed(
         assert go.wait(DEADLINE_SECONDS)
 
     def member(kind: type[KafkaRunner]) -> KafkaRunner:
-        config = {"session.timeout.ms": 2500, "heartbeat.interval.ms": 300}
+        config = {"session.timeout.ms": kafka.session_ms, "heartbeat.interval.ms": 300}
         return kind(
             handler,
             domain18.dsn,

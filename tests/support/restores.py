@@ -22,11 +22,9 @@ WHY = By("ann", "restored last night's copy", "ticket 7")
 
 
 def copy_database(admin: psycopg.Connection[Any], source: str, name: str) -> None:
-    """A copy of a database under this name; sessions that are about to end there are ended first."""
-    admin.execute(
-        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %(name)s", {"name": source}
-    )
-    admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source)))
+    """A copy of a database under this name, whoever is at work there."""
+    with _alone(admin, source):
+        admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source)))
 
 
 @dataclass(slots=True)
@@ -66,6 +64,18 @@ class Restores:
         with self.admin() as conn:
             for name in self.copies:
                 conn.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@contextmanager
+def _alone(conn: psycopg.Connection[Any], name: str) -> Generator[None]:
+    """Nobody is in that database, and nobody comes in: those who use it may be at work meanwhile."""
+    allow = sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
+    conn.execute(allow.format(sql.Identifier(name), sql.SQL("false")))
+    try:
+        conn.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s", (name,))
+        yield
+    finally:
+        conn.execute(allow.format(sql.Identifier(name), sql.SQL("true")))
 
 
 @contextmanager

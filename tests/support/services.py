@@ -96,6 +96,11 @@ class Kafka:
     real: bool
     node: KafkaServer | None
 
+    @property
+    def session_ms(self) -> int:
+        """The session of a member that no stall of this machine ends; short where rebalances last as long as one."""
+        return 30_000 if self.real else 2500
+
     def topic(self, partitions: int = 1, *, prefix: str = "test") -> str:
         """Creates a topic with a name of its own and returns the name."""
         name = unique(prefix)

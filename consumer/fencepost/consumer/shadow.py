@@ -8,6 +8,7 @@ of the replay: ``<name>_replay`` (how far it has come), ``<name>_newest`` (the n
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +24,14 @@ __all__ = ["Shadow"]
 
 log = logging.getLogger("fencepost.consumer.replay")
 
-TRIES = 20
-# Shorter than the server's wait before it looks for deadlocks (1 s unless changed), so that none is a reader's loss.
+GIVE_UP_SECONDS = 30.0
+# How long readers that come later wait behind a swap that waits; in the pause after it they go on.
 LOCK_TIMEOUT = "500ms"
-DROP_TIMEOUT = "10s"
 PAUSE_SECONDS = 1.0
+SOON_SECONDS = 0.02
+DROP_TIMEOUT = "10s"
+# What is locked along with a table that is held, such as the sequence of an identity column: not waited for either.
+HELD_TIMEOUT = "1ms"
 
 FOUND: LiteralString = """
 SELECT t, c.relkind IS NOT NULL, coalesce(c.relkind = 'r' AND c.relpersistence = 'p', false),
@@ -83,6 +87,17 @@ CREATE_HELD = sql.SQL("""
 CREATE TABLE {} (
     partition integer, place bigint, reason text NOT NULL, field text, type text, version integer, tenant text,
     operation text, event_id uuid, PRIMARY KEY (partition, place))""")
+
+
+Table = tuple[str, str]
+
+
+class _InUse(Exception):
+    """Somebody else has this table, its schema and name; ``waited`` for him in vain, or not at all."""
+
+    def __init__(self, table: Table, *, waited: bool) -> None:
+        super().__init__(".".join(table))
+        self.table, self.waited = table, waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,26 +179,33 @@ class Shadow:
     def swap(self, *, drop_old: bool) -> None:
         """Puts the copies in place of the tables in one transaction; who may read these may read them.
 
-        Waits at most half a second for readers at a time, twenty times; then ReplayRefused, and the build stays for another run.
+        Waits at most half a second for readers at a time, and half a minute in all; then ReplayRefused, and the build stays
+        for another run. No reader is ever part of a deadlock with it.
         """
         for name in self.projection.tables:
             # Readers' first plans would else be made without knowing anything of the new tables.
             self.conn.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(self.projection.shadow, name)))
-        for tries in range(1, TRIES + 1):
+        first: Table | None = None
+        until = time.monotonic() + GIVE_UP_SECONDS
+        while True:
             try:
                 with self.conn.transaction():
-                    self.conn.execute(SET_LOCK_TIMEOUT, {"wait": LOCK_TIMEOUT})
-                    self._swap()
+                    self._swap(first)
                 break
-            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
-                log.info("%s: tables are in use, try %d of %d", self.projection.name, tries, TRIES)
-                if tries == TRIES:
+            except (_InUse, psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+                if time.monotonic() > until:
                     raise ReplayRefused(
                         f"the tables of {self.projection.name} were in use all the time",
                         field="tables",
                         hint="end long transactions that read them; the same command goes on with the swap",
                     ) from None
-                time.sleep(PAUSE_SECONDS)
+                pause = SOON_SECONDS * random.uniform(0.5, 1.5)
+                if isinstance(error, _InUse):
+                    first = error.table
+                    if error.waited:
+                        log.info("%s: %s is in use, tried again", self.projection.name, error)
+                        pause = PAUSE_SECONDS
+                time.sleep(pause)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise ReplayRefused(
                     f"{error.diag.message_primary}",
@@ -200,13 +222,13 @@ class Shadow:
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 log.warning("%s: somebody still reads what was replaced; it is kept", self.projection.name)
 
-    def _swap(self) -> None:
+    def _swap(self, first: Table | None) -> None:
         projection = self.projection
+        kept = self._ours(projection.old)
+        self._lock([(projection.old, name) for name in kept], first)
         self._schema(projection.old)
-        self._drop(projection.old)
-        both = [sql.Identifier(s, t) for t in sorted(projection.tables) for s in (projection.schema, projection.shadow)]
-        # Locks: all before anything moves, so that no reader sees half of it and no wait holds a part.
-        self.conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(sql.SQL(", ").join(both)))
+        for name in kept:
+            self._drop_one(projection.old, name)
         present = self._inside(projection.schema)
         for name in (*projection.tables, *self._own):
             if name in projection.tables:
@@ -214,6 +236,27 @@ class Shadow:
             if name in present:
                 self._move(projection.schema, name, projection.old)
             self._move(projection.shadow, name, projection.schema)
+
+    def _lock(self, kept: list[Table], first: Table | None) -> None:
+        """Everything that a swap moves or drops; `_InUse` where it did not come, beginning with ``first``."""
+        projection = self.projection
+        present = self._inside(projection.schema)
+        ours = [
+            (projection.schema, name) for name in (*projection.tables, *(own for own in self._own if own in present))
+        ]
+        ours += [(projection.shadow, name) for name in (*projection.tables, *self._own)]
+        # Locks: all before anything moves, so that no reader sees half of it. Invariant: only the first is waited for, when
+        # nothing is held; so this is in no circle, whenever the server looks for deadlocks, and none is a reader's loss.
+        self.conn.execute(SET_LOCK_TIMEOUT, {"wait": LOCK_TIMEOUT})
+        for number, table in enumerate(sorted([*ours, *kept], key=lambda table: table != first)):
+            at_once = sql.SQL(" NOWAIT" if number else "")
+            try:
+                self.conn.execute(
+                    sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE{}").format(sql.Identifier(*table), at_once)
+                )
+            except psycopg.errors.LockNotAvailable:
+                raise _InUse(table, waited=not number) from None
+        self.conn.execute(SET_LOCK_TIMEOUT, {"wait": HELD_TIMEOUT})
 
     def _move(self, of: str, name: str, to: str) -> None:
         self.conn.execute(sql.SQL("ALTER TABLE {} SET SCHEMA {}").format(sql.Identifier(of, name), sql.Identifier(to)))
