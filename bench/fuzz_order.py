@@ -285,10 +285,11 @@ class Reader:
 
 def serve(dsn: str, bootstrap: str, topic: str, lease: float) -> None:
     """A relay process; ends on SIGTERM and says what it did."""
-    pace = Pace(lease=lease, refresh=0.3, confirm=min(2.5, lease / 2), poll_min=0.004, poll_max=0.05)
+    # A stall as long as one of these makes copies, rightly, in a clean phase as well.
+    pace = Pace(lease=lease, refresh=0.3, confirm=lease * 0.6, poll_min=0.004, poll_max=0.05)
 
     def make(source: str) -> KafkaPublisher:
-        return KafkaPublisher(bootstrap, source=source, delivery_timeout=min(2.0, lease / 2.5))
+        return KafkaPublisher(bootstrap, source=source, delivery_timeout=lease * 0.5)
 
     relay = Relay(dsn, [Destination("kafka", "kafka", [Route("fuzz.*", topic)], make)], pace=pace)
 
@@ -643,7 +644,7 @@ def main(arguments: argparse.Namespace, services: contextlib.ExitStack) -> bool:
                 rng=random.Random(seed),
                 events=arguments.events or (400 if arguments.short else 6500),
                 kills=1 if arguments.short else 4,
-                lease=2.5 if arguments.short else 6.0,
+                lease=10.0,
                 folder=folder,
             )
             fine = fuzz.run()

@@ -25,7 +25,16 @@ def broker(request: pytest.FixtureRequest, services: Services) -> Broker:
 
 @pytest.fixture
 def publisher(broker: Broker) -> Iterator[Publisher]:
-    made = broker.publisher()
+    yield from opened(broker.publisher())
+
+
+@pytest.fixture
+def impatient(broker: Broker) -> Iterator[Publisher]:
+    """One for a broker that is stopped."""
+    yield from opened(broker.publisher(impatient=True))
+
+
+def opened(made: Publisher) -> Iterator[Publisher]:
     made.open(time.monotonic() + 20)
     yield made
     made.close(time.monotonic() + 5)

@@ -10,7 +10,8 @@ from fencepost.relay.publisher import ParkReason, Route
 from fencepost.schemas import kafka_binding
 from support.services import Kafka, unique
 
-DELIVERY_SECONDS = 3.0
+DELIVERY_SECONDS = 10.0
+IMPATIENT_SECONDS = 3.0
 LIMIT = 300_000
 PARTITIONS = 3
 QUIET_SECONDS = 0.5
@@ -27,12 +28,15 @@ class OnKafka:
             unroutable=None,
             pausable=kafka.node is not None,
             limit=LIMIT,
-            shortest=DELIVERY_SECONDS + 1.5,
+            shortest=IMPATIENT_SECONDS + 1.5,
         )
 
-    def publisher(self) -> KafkaPublisher:
+    def publisher(self, *, impatient: bool = False) -> KafkaPublisher:
         return KafkaPublisher(
-            self._kafka.bootstrap, source=SOURCE, delivery_timeout=DELIVERY_SECONDS, max_message_bytes=LIMIT
+            self._kafka.bootstrap,
+            source=SOURCE,
+            delivery_timeout=IMPATIENT_SECONDS if impatient else DELIVERY_SECONDS,
+            max_message_bytes=LIMIT,
         )
 
     def astray(self) -> KafkaPublisher:

@@ -32,7 +32,7 @@ class OnRabbit:
             shortest=1.5,
         )
 
-    def publisher(self) -> RabbitPublisher:
+    def publisher(self, *, impatient: bool = False) -> RabbitPublisher:
         return RabbitPublisher(self._rabbit.url, source=SOURCE, max_message_bytes=LIMIT)
 
     def astray(self) -> RabbitPublisher:

@@ -100,8 +100,8 @@ class Scene:
 
     def dies(self, victim: Child, label: str) -> set[str]:
         """Waits for its death at this label; returns what is not recorded as published then."""
-        victim.says(f"killed at [{label}]")
-        assert victim.wait(5) == -signal.SIGKILL
+        victim.says(f"killed at [{label}]", 60)
+        assert victim.wait() == -signal.SIGKILL
         self.lapse()
         return self.left()
 

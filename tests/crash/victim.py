@@ -37,14 +37,14 @@ AHEAD = 2
 PACE = Pace(
     lease=30.0,
     refresh=0.1,
-    confirm=4.0,
+    confirm=12.0,
     poll_max=0.02,
     drain=4.0,
     batch=BATCH,
     ahead=AHEAD,
     retry=RetryPolicy(base=0.05, cap=0.1),
 )
-DELIVERY_SECONDS = 3.0
+DELIVERY_SECONDS = 10.0
 WINDOW = 50
 
 

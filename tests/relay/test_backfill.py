@@ -77,13 +77,13 @@ def test_consumers_see_what_is_sent_again_as_duplicates_with_one_mark(
     enqueue(database18, 12)
     relay(database18.dsn, broker, services, [route]).run_once()
     kind, address = kind_of(broker), address_of(broker, services)
-    to = Destination("events", kind, [route], lambda source: made(kind, address, source))
+    to = Destination("events", kind, [route], lambda source: made(kind, address, source, delivery_timeout=16.0))
     with database18.connect(autocommit=True) as conn:
         span = backfill.resolve(conn, "events", Chosen(3, 10))
         assert backfill.count(conn, span) == 8
         to.open(conn, time.monotonic() + 20)
         try:
-            pace = replace(BRISK, confirm=10.0, lease=30.0)
+            pace = replace(BRISK, confirm=20.0, lease=60.0)
             told = list(backfill.send(conn, span, to, pace=pace, stop=threading.Event()))
         finally:
             to.close(time.monotonic() + 5)

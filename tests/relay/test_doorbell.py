@@ -23,15 +23,18 @@ from support.database import Database
 from support.memory_broker import MemoryBroker
 from support.processes import Child, wait_for
 from support.proxy import Proxy
-from support.relays import accept, accepted, destination
+from support.relays import accept, accepted, destination, expire, owner_of, registered, until
 
-# An event that is not rung for would be found after ten seconds.
-SLOW = Pace(lease=30, refresh=10, confirm=2, poll_min=0.002, poll_max=10, drain=2)
-SOON = 4.0
+# An event that is not rung for would be found after a minute.
+SLOW = Pace(lease=150, refresh=60, confirm=2, poll_min=0.002, poll_max=60, drain=2)
+SOON = 30.0
 MARK: LiteralString = """
 SELECT last_value FROM fencepost.doorbell WHERE last_value > extract(epoch FROM clock_timestamp()) * 1000000"""
 WAITING: LiteralString = """
 SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '%%doze%%'"""
+SHARED: LiteralString = """
+SELECT count(DISTINCT s.owner), count(s.owner)
+FROM fencepost.slot AS s JOIN fencepost.relay AS r USING (destination, owner)"""
 GATE: LiteralString = "SELECT pg_advisory_lock(1179665234, 1)"
 OPEN: LiteralString = "SELECT pg_advisory_unlock(1179665234, 1)"
 
@@ -48,7 +51,7 @@ def sleeping(database: Database, *brokers: MemoryBroker) -> Generator[None]:
     threads = [threading.Thread(target=loop.run) for loop in loops]
     for bell in bells:
         bell.start()
-    wait_for(lambda: all(bell.listening for bell in bells), 10, "the doorbells to listen")
+    wait_for(lambda: all(bell.listening for bell in bells), SOON, "the doorbells to listen")
     for thread in threads:
         thread.start()
     try:
@@ -64,7 +67,7 @@ def sleeping(database: Database, *brokers: MemoryBroker) -> Generator[None]:
 
 def marked(conn: Connection[Any]) -> int:
     """Waits until a relay has marked itself asleep."""
-    found = wait_for(lambda: conn.execute(MARK).fetchone(), 10, "a relay to fall asleep")
+    found = wait_for(lambda: conn.execute(MARK).fetchone(), SOON, "a relay to fall asleep")
     conn.rollback()
     return int(found[0])
 
@@ -132,17 +135,29 @@ def test_writer_with_an_old_snapshot_sees_the_mark(database18: Database) -> None
 
 def test_two_relays_are_both_woken_and_a_ring_for_one_does_not_silence_the_other(database18: Database) -> None:
     brokers = MemoryBroker(), MemoryBroker()
-    with database18.connect() as conn, sleeping(database18, *brokers):
+    registered(database18)
+    third = owner_of(database18, seconds=150)
+    with database18.connect(autocommit=True) as conn, contextlib.ExitStack() as relays:
+        # Both look for slots once a minute only: half of them are free for the first one, and half for the second.
+        third.refresh(conn)
+        third.release(conn, list(third.held)[::2])
+        relays.enter_context(sleeping(database18, brokers[0]))
+        until(conn, "SELECT count(*) = 16 AND count(DISTINCT owner) = 2 FROM fencepost.slot WHERE owner IS NOT NULL")
+        expire(conn, third)
+        relays.enter_context(sleeping(database18, brokers[1]))
+        wait_for(lambda: conn.execute(SHARED).fetchone() == (2, 16), SOON, "both to own slots")
         for number in range(1, 5):
             marked(conn)
-            for key in range(6):
+            for key in range(24):
                 accepted(database18, f"op-{number}-{key}", key=f"key-{key}")
-            arrive(6 * number, *brokers)
+            arrive(24 * number, *brokers)
+    assert brokers[0].arrived and brokers[1].arrived
 
 
 def test_sleeping_sidecar_publishes_when_rung_and_leaves_at_once_when_stopped(database18: Database) -> None:
     broker = MemoryBroker()
-    relay = Relay(database18.dsn, [destination(broker)], pace=SLOW, doorbell=True)
+    # Without being woken it would neither end by itself nor be left behind so soon.
+    relay = Relay(database18.dsn, [destination(broker)], pace=replace(SLOW, drain=60), doorbell=True)
     thread = threading.Thread(target=relay.run)
     thread.start()
     try:
@@ -159,9 +174,11 @@ def test_sleeping_sidecar_publishes_when_rung_and_leaves_at_once_when_stopped(da
 
 END_LISTENER: LiteralString = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
-WHERE datname = current_database() AND pid <> pg_backend_pid() AND (query LIKE 'LISTEN%' OR query LIKE '%fencepost.rung(%')"""
+WHERE datname = current_database() AND pid <> pg_backend_pid()
+AND (query LIKE 'LISTEN%' OR query LIKE '%fencepost.rung(%' OR query = 'SELECT')"""
 HEARING: LiteralString = """
-SELECT FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"""
+SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
+AND (query LIKE 'LISTEN%' OR query LIKE '%fencepost.rung(%' OR query = 'SELECT')"""
 
 
 def test_a_listener_that_was_ended_listens_again_and_looks_for_what_came_in_between(database18: Database) -> None:
@@ -188,7 +205,7 @@ def test_a_listener_whose_connection_died_without_a_sign_is_noticed_and_events_w
     with Proxy(int(str(conninfo_to_dict(database18.dsn)["port"]))) as proxy, database18.connect() as conn:
         bell = Doorbell(make_conninfo(database18.dsn, port=proxy.port), answer=1)
         bell.start()
-        wait_for(lambda: bell.listening, 10, "the doorbell to listen")
+        wait_for(lambda: bell.listening, SOON, "the doorbell to listen")
         loop = DestinationLoop(
             database18.dsn, destination(broker), pace=replace(SLOW, poll_max=3), stop=stop, bell=bell
         )
@@ -202,9 +219,9 @@ def test_a_listener_whose_connection_died_without_a_sign_is_noticed_and_events_w
             proxy.blackhole()
             accepted(database18, "op-2")
             arrive(2, broker)
-            wait_for(lambda: not bell.listening, 10, "the silence to be noticed")
+            wait_for(lambda: not bell.listening, SOON, "the silence to be noticed")
             proxy.heal()
-            wait_for(lambda: bell.listening, 10, "the doorbell to listen again")
+            wait_for(lambda: bell.listening, SOON, "the doorbell to listen again")
             marked(conn)
             accepted(database18, "op-3")
             arrive(3, broker)
@@ -253,7 +270,7 @@ from support.memory_broker import MemoryBroker
 from support.relays import destination
 bell = Doorbell(sys.argv[1], answer=5)
 bell.start()
-pace = Pace(lease=30, refresh=1, confirm=2, poll_min=0.002, poll_max=1)
+pace = Pace(lease=30, refresh=5, confirm=2, poll_min=0.002, poll_max=5)
 DestinationLoop(sys.argv[1], destination(MemoryBroker()), pace=pace, stop=threading.Event(), bell=bell).run()
 """
 
@@ -269,6 +286,6 @@ def test_relay_killed_in_its_sleep_is_soon_not_rung_any_more(database18: Databas
         marked(conn)
         accepted(database18, "op-1")
         assert heard(ears) == 1  # the control: the dead one is still rung
-        wait_for(lambda: conn.execute(MARK).fetchone() is None, 5, "the mark to end")
+        wait_for(lambda: conn.execute(MARK).fetchone() is None, 20, "the mark to end")
         accepted(database18, "op-2")
         assert heard(ears) == 0

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -12,6 +13,7 @@ import pytest
 
 from fencepost.relay import backlog
 from fencepost.relay.loop import DestinationLoop
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Answer as BrokerAnswer
 from fencepost.relay.publisher import OutboxRow, Outcome, ParkReason
 from fencepost.relay.readiness import Watch
@@ -30,8 +32,8 @@ from support.relays import BRISK, accept, accepted, destination, relay_once
 HERE = HealthAddress(LOOPBACK, 0)
 
 
-def relay(database: Database, broker: MemoryBroker, **more: float) -> Relay:
-    return Relay(database.dsn, [destination(broker)], state=database.state, pace=BRISK, health=HERE, look=0.1, **more)  # type: ignore[arg-type]
+def relay(database: Database, broker: MemoryBroker, *, pace: Pace = BRISK, **more: float) -> Relay:
+    return Relay(database.dsn, [destination(broker)], state=database.state, pace=pace, health=HERE, look=0.1, **more)  # type: ignore[arg-type]
 
 
 def nacked(row: OutboxRow) -> Outcome:
@@ -96,7 +98,7 @@ def test_a_broker_that_is_away_is_not_ready_and_says_so(database18: Database) ->
 
 def test_a_draining_relay_is_alive_and_no_longer_ready(database18: Database) -> None:
     broker = MemoryBroker()
-    with running(relay(database18, broker)) as made:
+    with running(relay(database18, broker, pace=replace(BRISK, drain=30.0))) as made:
         becomes(made, "ready")
         broker.answering.clear()
         accepted(database18, "a")
@@ -118,7 +120,7 @@ def test_a_loop_that_stands_still_is_not_alive(database18: Database) -> None:
 
     with running(relay(database18, Stuck(), stalled=1.0)) as made:
         becomes(made, "ready")
-        assert ask(made.health_port, "/livez").status == 200
+        wait_for(lambda: ask(made.health_port, "/livez").status == 200, 10, "the control")
         accepted(database18, "a")
         assert entered.wait(20)
         wait_for(lambda: ask(made.health_port, "/livez").status == 503, 10, "/livez to say no")

@@ -16,6 +16,7 @@ from fencepost.relay.publisher import Route
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas.event import Event
 from fencepost.schemas.health import HealthAddress
+from support.brokers import held_back
 from support.database import Database
 from support.health import LOOPBACK, ask, becomes, metric, running
 from support.processes import wait_for
@@ -100,6 +101,8 @@ def alarmed(on: Broker, services: Services) -> Generator[None]:
     assert node is not None
     node.rabbitmqctl("set_vm_memory_high_watermark", "0")
     try:
+        # The command is done before the connections have heard of it.
+        wait_for(lambda: held_back(node), 60, "the alarm to reach every connection")
         yield
     finally:
         node.rabbitmqctl("set_vm_memory_high_watermark", "absolute", "1GB")
@@ -153,9 +156,11 @@ def test_rows_that_cannot_be_read_are_parked_with_their_reason_and_stop_neither_
         wait_for(lambda: unacked(database18, "events") == 0, 30, "every row to be settled")
         # The reserved destination has its own loop.
         wait_for(lambda: count(database18, "SELECT count(*) FROM fencepost.parked") == 30, 30, "the bad ones")
-        for reason, times in (("unknown_version", 10), ("undecodable", 15)):
-            series = f'fencepost_relay_parked_total{{destination="events",reason="{reason}"}}'
-            assert metric(under_test, series) == times
+
+        def counted(reason: str) -> float | None:
+            return metric(under_test, f'fencepost_relay_parked_total{{destination="events",reason="{reason}"}}')
+
+        wait_for(lambda: counted("unknown_version") == 10 and counted("undecodable") == 15, 30, "them to be counted")
         good += enqueue(database18, 5, first=35)
         wait_for(lambda: unacked(database18, "events") == 0, 30, "the loop to go on")
     assert firsts(broker.read(route, 40)) == expected(good)

@@ -15,6 +15,7 @@ from psycopg.pq import TransactionStatus
 from fencepost.relay.pages import IN_ORDER, LARGE, LATE, MAIN, PageReader, Part, Progress, newest_tick
 from fencepost.schemas.envelope import instant
 from support.database import Database
+from support.plans import WHOLE, pages
 from support.relays import accept, accepted, value
 
 SLOT_OF: LiteralString = "SELECT slot FROM fencepost.outbox LIMIT 1"
@@ -25,7 +26,6 @@ SELECT 0, g % 16, nextval('fencepost.outbox_seq'), pg_current_xact_id(), 1, gen_
     'relay.changed', 1, 1, 'k' || g, '\\x01'::bytea || sha256('x'), now(), 'application/json', convert_to(repeat('x', 200), 'UTF8')
 FROM generate_series(1, 20000) AS g"""
 PLANS: tuple[LiteralString, LiteralString] = ("EXPLAIN (COSTS OFF) " + MAIN, "EXPLAIN (COSTS OFF) " + LATE)
-WHOLE: LiteralString = "EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF, SUMMARY OFF) "
 
 
 def whole(reader: PageReader, slot: int, acked: int, end: int) -> list[Part]:
@@ -272,7 +272,7 @@ def test_a_part_touches_few_pages_of_a_long_backlog(database: Database) -> None:
                     "payloads": True,
                 },
             ).fetchall()
-        read = max(_buffers(line) for (line,) in plan if "Buffers: shared" in line)
+        read = pages(plan)
         assert read < 60, "\n".join(line for (line,) in plan)
 
 
@@ -286,7 +286,7 @@ def test_reads_under_a_pinned_snapshot_touch_no_more_pages_than_before(
         self: PageReader, statement: LiteralString, parameters: Mapping[str, object]
     ) -> list[tuple[Any, ...]]:
         plan = query(self, WHOLE + statement, parameters)
-        touched.append(max(_buffers(line) for (line,) in plan if "Buffers: shared" in line))
+        touched.append(pages(plan))
         return query(self, statement, parameters)
 
     monkeypatch.setattr(PageReader, "_query", looked_at)
@@ -309,10 +309,6 @@ def test_reads_under_a_pinned_snapshot_touch_no_more_pages_than_before(
     # The first pages are those of an almost empty table; after them only the depth of the index grows.
     assert len(touched) == 200
     assert max(touched[-25:]) <= max(touched[25:50]) + 16 * 2, (touched[25:50], touched[-25:])
-
-
-def _buffers(line: str) -> int:
-    return sum(int(word.partition("=")[2]) for word in line.split() if word.startswith(("hit=", "read=")))
 
 
 def _name(child: str) -> sql.Identifier:

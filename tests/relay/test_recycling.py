@@ -437,7 +437,7 @@ def whole_relay(database: Database, broker: MemoryBroker) -> Generator[Relay]:
         assert not thread.is_alive()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_nothing_is_lost_while_partitions_go_round_under_concurrent_writers(database: Database) -> None:
     keep(database)
     broker = MemoryBroker()
@@ -486,15 +486,15 @@ def test_nothing_is_lost_while_partitions_go_round_under_concurrent_writers(data
             for thread in writers:
                 thread.join(60)
             everything = {name for names in committed for name in names}
-            wait_for(lambda: failures or set(broker.operations()) >= everything, 30, "every committed event")
+            wait_for(lambda: failures or set(broker.operations()) >= everything, 60, "every committed event")
             few = "SELECT count(*) < 200 FROM fencepost.outbox"
-            wait_for(lambda: failures or value(conn, few), 30, "the partitions to be recycled")
+            wait_for(lambda: failures or value(conn, few), 60, "the partitions to be recycled")
         finally:
             over.set()
             recycling.join(20)
         assert not failures, failures
         assert value(conn, "SELECT seq > 0 FROM fencepost.recycled") is True
-        assert value(conn, "SELECT count(*) < 500 FROM fencepost.tick") is True
+        until(conn, "SELECT count(*) < 500 FROM fencepost.tick")
     assert set(broker.operations()) == everything
     for names in committed:
         lanes: dict[str, list[str]] = {}

@@ -204,7 +204,10 @@ def test_routes_may_change_while_events_are_accepted_and_every_one_is_published_
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     with relaying(database18, NoRoute()):
-        for _ in range(12):
+        rounds = 0
+        while rounds < 12 or len(accepted_so_far) <= 50:
+            assert writer.is_alive() and rounds < 500
+            rounds += 1
             for name, broker in brokers.items():
                 routes = dice.choice(choices)
                 if dice.random() < 0.5:
@@ -223,7 +226,6 @@ def test_routes_may_change_while_events_are_accepted_and_every_one_is_published_
             return set(accepted_so_far) - there
 
         wait_for(lambda: not settled(), 20, "every event to be published or parked")
-    assert len(accepted_so_far) > 50
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -270,13 +272,15 @@ def test_several_destinations_each_get_an_event_and_a_blocked_one_stops_no_other
 @pytest.mark.parametrize("relays", [1, 2, 5])
 def test_any_number_of_relays_makes_progress_on_two_destinations_in_order(database18: Database, relays: int) -> None:
     one, two = MemoryBroker(), MemoryBroker()
+    # A lease that ends too soon on a busy machine makes copies, rightly.
+    patient = replace(BRISK, lease=30.0)
     with contextlib.ExitStack() as stack:
         with database18.connect(autocommit=True) as conn:
             destination(one, "one").register(conn)
             destination(two, "two").register(conn)
             for _ in range(relays):
-                stack.enter_context(relaying(database18, destination(one, "one")))
-                stack.enter_context(relaying(database18, destination(two, "two")))
+                stack.enter_context(relaying(database18, destination(one, "one"), pace=patient))
+                stack.enter_context(relaying(database18, destination(two, "two"), pace=patient))
             wait_for(
                 lambda: (
                     value(

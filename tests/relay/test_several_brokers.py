@@ -12,12 +12,13 @@ from conformance.on_kafka import OnKafka
 from conformance.on_rabbitmq import OnRabbit
 from fencepost.relay import outbox
 from fencepost.relay.destination import Destination
+from fencepost.relay.pace import Pace
 from fencepost.relay.publisher import Publisher, Route
 from fencepost.relay.sidecar import Relay
 from fencepost.schemas.event import Event
 from support.database import Database
 from support.processes import wait_for
-from support.relaying import PACE, address_of, enqueue, kind_of, made
+from support.relaying import DELIVERY, PACE, PATIENT, address_of, enqueue, kind_of, made
 from support.relays import value
 from support.services import Services
 
@@ -55,7 +56,12 @@ def brokers(services: Services) -> dict[str, Broker]:
 
 
 def relay_to(
-    database: Database, services: Services, brokers: dict[str, Broker], routes: dict[str, list[Route]]
+    database: Database,
+    services: Services,
+    brokers: dict[str, Broker],
+    routes: dict[str, list[Route]],
+    *,
+    pace: Pace = PATIENT,
 ) -> Relay:
     """One relay with a destination on each broker."""
 
@@ -63,7 +69,7 @@ def relay_to(
         kind, address = kind_of(brokers[name]), address_of(brokers[name], services)
 
         def make(source: str) -> Publisher:
-            return made(kind, address, source)
+            return made(kind, address, source, delivery_timeout=DELIVERY * pace.confirm)
 
         return Destination(name, kind, routes[name], make)
 
@@ -71,7 +77,7 @@ def relay_to(
     with database.connect() as conn:
         for each in found:
             each.register(conn)
-    return Relay(database.dsn, found, pace=replace(PACE, drain=1.0))
+    return Relay(database.dsn, found, pace=replace(pace, drain=1.0))
 
 
 def in_order(arrived: list[Arrived]) -> dict[str, list[str]]:
@@ -117,7 +123,8 @@ def test_a_silent_broker_stops_its_own_destination_and_no_other(
     (other,) = set(brokers) - {silent}
     on = {name: broker.destination() for name, broker in brokers.items()}
     operations = enqueue(database18, 10)
-    with running(relay_to(database18, services, brokers, {name: [route] for name, route in on.items()})):
+    routes = {name: [route] for name, route in on.items()}
+    with running(relay_to(database18, services, brokers, routes, pace=PACE)):
         wait_for(lambda: unsent(database18, silent) + unsent(database18, other) == 0, 30, "both to work")  # the control
         brokers[silent].pause()
         try:

@@ -13,6 +13,7 @@ from confluent_kafka import Producer
 
 from fencepost.schemas import amqp_binding, kafka_binding
 from fencepost.schemas.envelope import Envelope
+from stack.rabbitmq import RabbitServer
 from support.services import Kafka, Rabbit
 
 DEADLINE_SECONDS = 30.0
@@ -77,6 +78,12 @@ def delete(rabbitmq: Rabbit, *names: str) -> None:
                 await channel.queue_delete(name)
 
     asyncio.run(remove())
+
+
+def held_back(node: RabbitServer) -> bool:
+    """Whether the broker takes nothing from any of its connections: each is blocked, or will be by what it publishes next."""
+    states = node.rabbitmqctl("list_connections", "state", "--no-table-headers").split()
+    return bool(states) and all(state.startswith("block") for state in states)
 
 
 def left(rabbitmq: Rabbit, name: str) -> int:

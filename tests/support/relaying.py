@@ -1,6 +1,7 @@
 """A relay under test, in this process or as a child that can be killed, and the events it publishes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conformance.harness import Broker
@@ -19,17 +20,22 @@ from support.processes import Child
 from support.services import Services
 
 PACE = Pace(lease=8.0, refresh=0.3, confirm=2.5, poll_max=0.05, drain=3.0, retry=RetryPolicy(base=0.3, cap=1.0))
+# Where no broker is away: a slow one is waited for, and makes no copies.
+PATIENT = replace(PACE, lease=60.0, confirm=20.0)
+# Of the confirm timeout: what Kafka's client gives up is told before it.
+DELIVERY = 0.8
 
 CHILD = """
 import signal, sys
 from fencepost.relay.publisher import Route
-from support.relaying import PACE, made
+from support.relaying import DELIVERY, PACE, made
 from fencepost.relay.destination import Destination
 from fencepost.relay.sidecar import Relay
-kind, address, dsn, to, key, lease = sys.argv[1:7]
+kind, address, dsn, to, key, lease, confirm = sys.argv[1:8]
 from dataclasses import replace
-relay = Relay(dsn, [Destination("events", kind, [Route("*", to, key)], lambda source: made(kind, address, source))],
-              pace=replace(PACE, lease=float(lease)))
+pace = replace(PACE, lease=float(lease), confirm=float(confirm))
+make = lambda source: made(kind, address, source, delivery_timeout=DELIVERY * pace.confirm)
+relay = Relay(dsn, [Destination("events", kind, [Route("*", to, key)], make)], pace=pace)
 signal.signal(signal.SIGTERM, lambda *_: relay.stop())
 print("running", flush=True)
 print(relay.run(), flush=True)
@@ -43,11 +49,15 @@ class Noted(Event, type="test.noted", version=1):
     pad: str = ""
 
 
-def made(kind: str, address: str, source: str) -> Publisher:
-    """A publisher with short deadlines."""
+def made(kind: str, address: str, source: str, *, delivery_timeout: float = DELIVERY * PACE.confirm) -> Publisher:
+    """A publisher with short deadlines, unless told otherwise."""
     if kind == "kafka":
         return KafkaPublisher(
-            address, source=source, delivery_timeout=2.0, max_message_bytes=300_000, metadata_refresh=0.5
+            address,
+            source=source,
+            delivery_timeout=delivery_timeout,
+            max_message_bytes=300_000,
+            metadata_refresh=0.5,
         )
     return RabbitPublisher(address, source=source, max_message_bytes=300_000)
 
@@ -69,19 +79,20 @@ def relay(
     routes: Sequence[Route],
     *,
     state: Path | None = None,
-    pace: Pace = PACE,
+    pace: Pace = PATIENT,
 ) -> Relay:
     """A relay in this process, on a broker of the conformance suite."""
-    kind, address = kind_of(broker), address_of(broker, services)
-    destination = Destination("events", kind, routes, lambda source: made(kind, address, source))
+    kind, address, timeout = kind_of(broker), address_of(broker, services), DELIVERY * pace.confirm
+    destination = Destination(
+        "events", kind, routes, lambda source: made(kind, address, source, delivery_timeout=timeout)
+    )
     return Relay(dsn, [destination], state=state, pace=pace)
 
 
-def child(
-    dsn: str, broker: Broker, services: Services, route: Route, folder: Path, *, lease: float = PACE.lease
-) -> Child:
-    """A relay in a process of its own."""
-    arguments = [kind_of(broker), address_of(broker, services), dsn, route.to, route.routing_key, str(lease)]
+def child(dsn: str, broker: Broker, services: Services, route: Route, folder: Path, *, pace: Pace = PACE) -> Child:
+    """A relay in a process of its own, with the lease and the confirm timeout of this pace."""
+    times = str(pace.lease), str(pace.confirm)
+    arguments = [kind_of(broker), address_of(broker, services), dsn, route.to, route.routing_key, *times]
     paths = Path(__file__).parents[1], Path(__file__).parents[2] / "compose"
     return Child.script(CHILD, folder=folder, arguments=arguments, PYTHONPATH=":".join(map(str, paths)))
 
