@@ -173,7 +173,7 @@ def relayed(database: Database, broker: OnBroker, mode: Mode, events: Sequence[F
         FENCEPOST_DESTINATIONS=json.dumps([destination]),
         FENCEPOST_RELAY_HEALTH_ADDRESS="off",
     )
-    assert done.out == f"published {len(events)}, parked 0, sent again 0\n", done
+    assert done.out.startswith(f"published {len(events)}, parked 0, "), done
     return ids
 
 
