@@ -583,7 +583,8 @@ def test_a_broker_that_restarts_costs_nothing_and_consuming_goes_on(
             assert go.wait(DEADLINE_SECONDS)
         insert(tx, event)
 
-    with running(runner_of(handler, topic, group)):
+    # The client gives up a commit that waits for its coordinator, and a membership without one, after a session.
+    with running(runner_of(handler, topic, group, **{"session.timeout.ms": 2500})):
         wait_for(lambda: committed(real_kafka, group, topic) == 3, DEADLINE_SECONDS, "three offsets")
         produce(real_kafka, topic, [keyed("held", "one")])
         assert inside.wait(DEADLINE_SECONDS)
