@@ -112,7 +112,7 @@ def test_where_others_get_through_a_stuck_key_is_set_aside_and_flows_again_in_or
 def test_a_broker_that_confirms_nothing_is_waited_for_and_nothing_is_set_aside(database: Database) -> None:
     away = threading.Event()
     broker = MemoryBroker(lambda row: Outcome(Answer.NACKED, detail="away") if away.is_set() else CONFIRMED)
-    # One send at a time: of two that overlap, a broker that comes back in between may refuse the first and take the second.
+    # One send at a time: this broker withholds a refused event's key within a send only, real publishers until it is seen.
     pace = replace(PATIENT, ahead=1)
     with relaying(database, destination(broker), pace=pace) as loop, database.connect(autocommit=True) as conn:
         accepted(database, *[f"a{n}" for n in range(20)])
