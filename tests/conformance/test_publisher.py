@@ -187,13 +187,16 @@ def test_a_stopped_broker_answers_nothing_and_the_same_bytes_follow_its_recovery
     assert send(impatient, [event(route, 1, "before")]) == [CONFIRMED]  # the allowed control
     batch = [event(route, seq, f"k{seq % 4}") for seq in range(2, 22)]
     seconds = broker.features.shortest
+    took: list[float] = []
     broker.pause()
     try:
         for _ in range(2):
             begun = time.monotonic()
             outcomes = send(impatient, batch, seconds)
-            assert time.monotonic() - begun < seconds + LATE_SECONDS
+            took.append(time.monotonic() - begun)
             assert set(answers(outcomes)) <= {Answer.UNKNOWN, Answer.WITHHELD}
+        # At the deadline; one of them may be seen late, on a machine that stood still.
+        assert min(took) < seconds + 0.3 and max(took) < seconds + LATE_SECONDS
     finally:
         broker.resume()
     send_until_confirmed(impatient, batch)

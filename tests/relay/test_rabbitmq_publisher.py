@@ -128,10 +128,14 @@ def test_an_alarm_that_blocks_publishers_cannot_hold_a_send_past_its_deadline(
     try:
         # The command is done before the connections have heard of it.
         wait_for(lambda: held_back(node), 60, "the alarm to reach every connection")
-        begun = time.monotonic()
-        outcomes = send(publisher, batch, 2)
-        assert time.monotonic() - begun < 2 + LATE_SECONDS
-        assert set(answers(outcomes)) <= {Answer.UNKNOWN, Answer.WITHHELD}
+        took: list[float] = []
+        for _ in range(2):
+            begun = time.monotonic()
+            outcomes = send(publisher, batch, 2)
+            took.append(time.monotonic() - begun)
+            assert set(answers(outcomes)) <= {Answer.UNKNOWN, Answer.WITHHELD}
+        # At the deadline; one of them may be seen late, on a machine that stood still.
+        assert min(took) < 2.3 and max(took) < 2 + LATE_SECONDS
     finally:
         node.rabbitmqctl("set_vm_memory_high_watermark", "absolute", "1GB")
     send_until_confirmed(publisher, batch)
