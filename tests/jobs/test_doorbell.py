@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, LiteralString
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from fencepost.jobs import doorbell
 from fencepost.jobs import worker as workers
 from fencepost.jobs.cancel import cancel, requeue
 from fencepost.jobs.claim import Job
@@ -19,6 +21,7 @@ from fencepost.jobs.doorbell import DOZE, RUNG
 from fencepost.jobs.submit import submit
 from fencepost.jobs.worker import Worker
 from fencepost.schemas.arming import ensure_armed
+from fencepost.schemas.connect import connect
 from fencepost.schemas.errors import ConfigError
 from support.database import Database
 from support.jobs import CLASS, Conn, given
@@ -255,3 +258,20 @@ def test_a_disarmed_database_is_waited_for_and_once_it_is_armed_the_worker_sleep
         sleeps(conn)
         submitted(conn, "op-2")
         started.have("op-2")
+
+
+def test_a_worker_that_was_suspended_past_the_proof_still_hears_what_came_meanwhile(
+    database18: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with database18.connect(autocommit=True) as conn:
+
+        @contextmanager
+        def suspended(dsn: str, **options: Any) -> Generator[Any]:
+            with connect(dsn, **options) as other:
+                yield other
+            assert select.select([conn.fileno()], [], [], 20)[0], "the control: it is in the socket"
+
+        conn.execute("LISTEN fencepost_jobs")
+        monkeypatch.setattr(doorbell, "PROOF_SECONDS", 0.0)
+        monkeypatch.setattr(doorbell, "connect", suspended)
+        doorbell.prove(conn, database18.dsn)
