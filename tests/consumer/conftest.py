@@ -10,7 +10,7 @@ TABLES = """
 CREATE TABLE done (tenant text, operation text, document text, n int GENERATED ALWAYS AS IDENTITY);
 """
 EMPTY = """
-DELETE FROM done; DELETE FROM fencepost.reservation; DELETE FROM fencepost.delivery;
+DELETE FROM done; DELETE FROM fencepost.reservation; DELETE FROM fencepost.unreserved_delivery;
 DELETE FROM fencepost.dead_letter; DELETE FROM fencepost.job;
 DELETE FROM fencepost.consumer_forever; DELETE FROM fencepost.consumer; DELETE FROM fencepost.consumer_topic;
 DELETE FROM fencepost.duty; DELETE FROM fencepost.consumer_position;

@@ -71,17 +71,20 @@ def kept(database: Database) -> dict[str, int]:
 def test_a_batch_is_one_transaction_and_its_second_coming_is_duplicates(domain: Database, kind: Kind) -> None:
     handler = kind.inbox(lambda act, event: act.insert(event))
 
+    def transactions() -> tuple[int, ...] | None:
+        with domain.connect() as conn:
+            return conn.execute("SELECT count(*), count(DISTINCT xmin::text) FROM fencepost.reservation").fetchone()
+
     first = kind.deliver_many(domain.dsn, handler, *arriving(5))
+    assert transactions() == (5, 1)
     second = kind.deliver_many(domain.dsn, handler, *arriving(7))
+    assert transactions() == (7, 1), "which has counted the others' second arrival"
 
     assert found(first) == ["handled"] * 5
     assert found(second) == ["duplicate"] * 5 + ["handled"] * 2
     assert [each.coordinates for each in second] == [each.coordinates for each in arriving(7)]
     assert done(domain) == [f"op-{n}" for n in range(7)]
     assert kept(domain) == {**{f"op-{n}": 2 for n in range(5)}, "op-5": 1, "op-6": 1}
-    with domain.connect() as conn:
-        row = conn.execute("SELECT count(DISTINCT xmin::text) FROM fencepost.reservation").fetchone()
-    assert row == (2,)
 
 
 @every_kind

@@ -29,11 +29,7 @@ def remembered(database: Database) -> Database:
         sent = envelope(tenant=tenant, operation=f"op-{number}", time=datetime.now(UTC) - timedelta(days=days))
         reports.handle(database.dsn, from_kafka(sent, number))
     with database.connect() as conn:
-        conn.execute("UPDATE fencepost.reservation SET reserved_at = event_time")
-        conn.execute(
-            "UPDATE fencepost.delivery AS d SET first_at = r.event_time, last_at = r.event_time"
-            " FROM fencepost.reservation AS r WHERE r.coordinates = d.coordinates"
-        )
+        conn.execute("UPDATE fencepost.reservation SET reserved_at = event_time, last_at = event_time")
     return database
 
 

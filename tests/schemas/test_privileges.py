@@ -195,6 +195,7 @@ CREATE TABLE hostile.job (LIKE fencepost.job);
 CREATE TABLE hostile.outbox (LIKE fencepost.outbox);
 CREATE TABLE hostile.reservation (LIKE fencepost.reservation);
 CREATE TABLE hostile.delivery (LIKE fencepost.delivery);
+CREATE TABLE hostile.unreserved_delivery (LIKE fencepost.unreserved_delivery);
 CREATE TABLE hostile.dead_letter (LIKE fencepost.dead_letter);
 CREATE TABLE hostile.consumer (LIKE fencepost.consumer);
 GRANT ALL ON SCHEMA hostile TO PUBLIC;
@@ -219,11 +220,11 @@ def test_shadowing_by_pg_temp_or_a_hostile_search_path_leads_no_function_to_a_st
             conn.execute("CREATE TEMP TABLE installation (slots int)")
             conn.execute(ENQUEUE.encode())
             conn.execute(SUBMIT.encode())
-            for table in ("reservation", "delivery", "dead_letter", "consumer"):
+            for table in ("reservation", "delivery", "unreserved_delivery", "dead_letter", "consumer"):
                 conn.execute(f"CREATE TEMP TABLE {table} (LIKE hostile.{table})".encode())
             outcomes = [conn.execute(RESERVE.encode(), (each,)).fetchone() for each in ("ref:x", "ref:x", "ref:y")]
             assert outcomes == [("reserved",), ("duplicate",), ("conflict",)]
-            for table in ("reservation", "delivery", "dead_letter", "consumer"):
+            for table in ("reservation", "delivery", "unreserved_delivery", "dead_letter", "consumer"):
                 for schema in ("pg_temp", "hostile"):
                     assert conn.execute(f"SELECT count(*) FROM {schema}.{table}".encode()).fetchone() == (0,)
             for shadow in ("pg_temp.job", "pg_temp.outbox", "hostile.job", "hostile.outbox"):

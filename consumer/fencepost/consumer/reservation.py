@@ -19,7 +19,7 @@ from fencepost.consumer.delivery import Delivery
 from fencepost.consumer.outcomes import Reservation, Reserved
 from fencepost.consumer.reading import Arrived
 from fencepost.consumer.retries import settle, settle_async
-from fencepost.consumer.roundtrip import ALONE, reserving
+from fencepost.consumer.roundtrip import ALONE, ARGUMENTS, reserving
 from fencepost.schemas.envelope import Envelope, to_attributes
 from fencepost.schemas.errors import InvalidInput
 from fencepost.schemas.identity import as_consumer
@@ -79,21 +79,21 @@ def reserve(
     opening: list[bytes],
     meanwhile: Callable[[], None],
 ) -> Reservation:
-    """As `reserve_in`, for a delivery whose digest is right, in a transaction of the inbox's own; settles its dead letter.
+    """As `reserve_in`, in a transaction of the inbox's own; settles the delivery's dead letter.
 
     ``opening`` goes before it in the same round trip, and begins the transaction where nothing else has. Waits
     ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was. ``meanwhile`` runs while
-    the server is at it.
+    the server is at it, and has to verify the digest: the caller rolls back what was reserved for another.
     """
-    values = _waiting(consumer, arrived, delivery, wait_seconds)
+    arguments = _waiting(consumer, arrived, delivery, wait_seconds)
     with conn.lock:
-        reservation = conn.wait(reserving(conn, opening, values, meanwhile))
+        reservation = conn.wait(reserving(conn, opening, arguments, meanwhile))
     if reservation is None:
-        content = _content(arrived.envelope, delivery)
+        values = dict(zip(ARGUMENTS, arguments, strict=True)) | _content(arrived.envelope, delivery)
         with conn.cursor(row_factory=tuple_row) as cursor:
-            reservation = _reservation(cursor.execute(RESERVE, values | content).fetchone())
+            reservation = _reservation(cursor.execute(RESERVE, values).fetchone())
     if delivery.dead_letter is not None:
-        conn.execute(LOCK_TIMEOUT, values)
+        conn.execute(LOCK_TIMEOUT, {"wait_ms": arguments[-1]})
         settle(conn, consumer, delivery.dead_letter, gone=reservation.outcome in _DONE)
         conn.execute(LOCK_TIMEOUT_AS_BEFORE)
     return reservation
@@ -109,15 +109,15 @@ async def reserve_async(
     meanwhile: Callable[[], None],
 ) -> Reservation:
     """As `reserve`, for asyncio."""
-    values = _waiting(consumer, arrived, delivery, wait_seconds)
+    arguments = _waiting(consumer, arrived, delivery, wait_seconds)
     async with conn.lock:
-        reservation = await conn.wait(reserving(conn, opening, values, meanwhile))
+        reservation = await conn.wait(reserving(conn, opening, arguments, meanwhile))
     if reservation is None:
-        content = _content(arrived.envelope, delivery)
+        values = dict(zip(ARGUMENTS, arguments, strict=True)) | _content(arrived.envelope, delivery)
         async with conn.cursor(row_factory=tuple_row) as cursor:
-            reservation = _reservation(await (await cursor.execute(RESERVE, values | content)).fetchone())
+            reservation = _reservation(await (await cursor.execute(RESERVE, values)).fetchone())
     if delivery.dead_letter is not None:
-        await conn.execute(LOCK_TIMEOUT, values)
+        await conn.execute(LOCK_TIMEOUT, {"wait_ms": arguments[-1]})
         await settle_async(conn, consumer, delivery.dead_letter, gone=reservation.outcome in _DONE)
         await conn.execute(LOCK_TIMEOUT_AS_BEFORE)
     return reservation
@@ -134,29 +134,34 @@ def stands(conn: Connection[Any] | AsyncConnection[Any], reservation: Reservatio
 def _values(consumer: str, envelope: Envelope, binding: str, coordinates: str) -> dict[str, object]:
     if not coordinates:
         raise InvalidInput("coordinates are empty", field="coordinates", hint="name broker, place and message")
-    # As text: for each other type the driver looks up how to write it, with every statement anew.
-    return {
-        "tenant": envelope.tenant,
-        "consumer": consumer,
-        "operation": envelope.operation,
-        "type": envelope.type,
-        "version": str(envelope.version),
-        "event_id": str(envelope.id),
-        "source": envelope.source,
-        "epoch": str(envelope.epoch),
-        "binding": binding,
-        "event_time": envelope.time.isoformat(),
-        "coordinates": coordinates,
-        "headers": None,
-        "payload": None,
-        "wait_ms": None,
-    }
+    found: dict[str, object] = dict(
+        zip(ARGUMENTS, _arguments(consumer, envelope, binding, coordinates, ""), strict=True)
+    )
+    return found | {"headers": None, "payload": None, "wait_ms": None}
 
 
-def _waiting(consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float) -> dict[str, object]:
-    values = _values(consumer, arrived.envelope, arrived.binding, delivery.coordinates)
-    values["wait_ms"] = str(round(wait_seconds * 1000))
-    return values
+def _waiting(consumer: str, arrived: Arrived, delivery: Delivery, wait_seconds: float) -> list[str]:
+    wait_ms = str(round(wait_seconds * 1000))
+    return _arguments(consumer, arrived.envelope, arrived.binding, delivery.coordinates, wait_ms)
+
+
+# As text: for each other type the driver looks up how to write it, with every statement anew.
+def _arguments(consumer: str, envelope: Envelope, binding: str, coordinates: str, wait_ms: str) -> list[str]:
+    """In the order of ARGUMENTS."""
+    return [
+        envelope.tenant,
+        consumer,
+        envelope.operation,
+        envelope.type,
+        str(envelope.version),
+        str(envelope.id),
+        envelope.source,
+        str(envelope.epoch),
+        binding,
+        envelope.time.isoformat(),
+        coordinates,
+        wait_ms,
+    ]
 
 
 def _attributes(envelope: Envelope) -> dict[str, object]:

@@ -20,8 +20,9 @@ from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Wait
 
 from fencepost.consumer.outcomes import Reservation, Reserved
+from fencepost.schemas.errors import InvalidInput
 
-__all__ = ["ALONE", "Unprepared", "reserving"]
+__all__ = ["ALONE", "ARGUMENTS", "Unprepared", "reserving"]
 
 # Nothing is recorded: what would have to be kept was not given, for hardly any delivery needs it.
 ALONE = "alone"
@@ -31,14 +32,12 @@ RESERVE: LiteralString = """
 SELECT fencepost.reserve(
     %(tenant)s, %(consumer)s, %(operation)s, %(type)s, %(version)s, %(event_id)s, %(source)s, %(epoch)s, %(binding)s,
     %(event_time)s, %(coordinates)s, NULL, NULL, %(wait_ms)s), pg_current_xact_id()"""
-_NAMES = (
+ARGUMENTS = (
     "tenant", "consumer", "operation", "type", "version", "event_id", "source", "epoch", "binding", "event_time",
     "coordinates", "wait_ms",
 )  # fmt: skip
 _STATEMENT = b"fencepost_reserve"
-_PREPARED = (RESERVE % {name: f"${n}" for n, name in enumerate(_NAMES, 1)}).encode()
-# What may hold a quote; all else is a number, a UUID, a time.
-_WRITTEN = ("tenant", "consumer", "operation", "type", "source", "binding", "coordinates")
+_PREPARED = (RESERVE % {name: f"${n}" for n, name in enumerate(ARGUMENTS, 1)}).encode()
 
 
 class Unprepared(Exception):
@@ -53,35 +52,33 @@ _uses: WeakKeyDictionary[Connection[Any] | AsyncConnection[Any], int] = WeakKeyD
 def reserving(
     conn: Connection[Any] | AsyncConnection[Any],
     opening: Sequence[bytes],
-    values: dict[str, Any],
+    arguments: Sequence[str],
     meanwhile: Callable[[], None],
 ) -> PQGen[Reservation | None]:
     """Reserves, after the statements of ``opening``; None for alone. For ``conn.wait``, under ``conn.lock``.
 
+    ``arguments`` stand in the order of ARGUMENTS.
     ``meanwhile`` runs once all is sent; what it raises is raised when the answer was read.
     """
-    pgconn, failed = conn.pgconn, list[BaseException]()
-
-    def between() -> None:
-        try:
-            meanwhile()
-        except BaseException as error:  # noqa: BLE001  # raised below: an answer is never left unread
-            failed.append(error)
-
+    pgconn = conn.pgconn
     named = pgconn.parameter_status(b"application_name")
     threshold, uses = conn.prepare_threshold, _uses.get(conn, 0)
-    if threshold is None or not threshold <= uses:
-        _uses[conn] = uses + (uses != _NEVER)
-        pgconn.send_query(b"; ".join([*opening, _in_words(conn, values)]))
-        pgconn.flush()
-        between()
-        answer = (yield from execute(pgconn))[-1]
+    piped = threshold is not None and threshold <= uses
+    if piped:
+        yield from _send_piped(pgconn, opening, _encoded(conn, arguments), prepare=uses == threshold)
     else:
-        answer = yield from _piped(pgconn, opening, _encoded(conn, values), between, prepare=uses == threshold)
-        if uses == threshold:
-            _uses[conn] = threshold + 1
-    if failed:
-        raise failed[0]
+        pgconn.send_query(b"; ".join([*opening, _in_words(conn, arguments)]))
+        pgconn.flush()
+    failed: BaseException | None = None
+    try:
+        meanwhile()
+    except BaseException as raised:  # noqa: BLE001  # again below: an answer is never left unread
+        failed = raised
+    answer = (yield from _fetch_piped(pgconn)) if piped else (yield from execute(pgconn))[-1]
+    if uses != _NEVER and (not piped or uses == threshold):
+        _uses[conn] = uses + 1
+    if failed is not None:
+        raise failed
     if answer.status != ExecStatus.TUPLES_OK:
         error = error_from_result(answer)
         if isinstance(error, (InvalidSqlStatementName, DuplicatePreparedStatement, FeatureNotSupported)):
@@ -102,10 +99,7 @@ def reserving(
     )
 
 
-def _piped(
-    pgconn: PGconn, opening: Sequence[bytes], values: list[bytes], between: Callable[[], None], *, prepare: bool
-) -> PQGen[PGresult]:
-    """The answer of the last statement, or of the first that was refused; the connection has left the pipeline again."""
+def _send_piped(pgconn: PGconn, opening: Sequence[bytes], values: list[bytes], *, prepare: bool) -> PQGen[None]:
     pgconn.enter_pipeline_mode()
     for statement in opening:
         pgconn.send_query_params(statement, None)
@@ -116,7 +110,10 @@ def _piped(
     while pgconn.flush():
         if (yield Wait.RW) & Wait.R:
             pgconn.consume_input()
-    between()
+
+
+def _fetch_piped(pgconn: PGconn) -> PQGen[PGresult]:
+    """The answer of the last statement, or of the first that was refused; the connection has left the pipeline again."""
     answer: PGresult | None = None
     while True:
         while pgconn.is_busy():
@@ -134,17 +131,19 @@ def _piped(
     return answer
 
 
-def _in_words(conn: Connection[Any] | AsyncConnection[Any], values: dict[str, Any]) -> bytes:
-    """The query with its values as literals."""
-    plain = "".join(values[name] for name in _WRITTEN)
+def _in_words(conn: Connection[Any] | AsyncConnection[Any], arguments: Sequence[str]) -> bytes:
+    """The query with its arguments as literals."""
+    plain = "".join(arguments)
     if plain.isascii() and "'" not in plain and "\\" not in plain:
-        return (RESERVE % {name: f"'{value}'" for name, value in values.items()}).encode()
+        return (RESERVE % dict(zip(ARGUMENTS, (f"'{each}'" for each in arguments), strict=True))).encode()
     literal, encoding = Escaping(conn.pgconn).escape_literal, conn.info.encoding
-    written = {name: bytes(literal(values[name].encode(encoding))).decode(encoding) for name in _WRITTEN}
-    return (RESERVE % ({name: f"'{value}'" for name, value in values.items()} | written)).encode(encoding)
+    written = (bytes(literal(each.encode(encoding))).decode(encoding) for each in arguments)
+    return (RESERVE % dict(zip(ARGUMENTS, written, strict=True))).encode(encoding)
 
 
-def _encoded(conn: Connection[Any] | AsyncConnection[Any], values: dict[str, Any]) -> list[bytes]:
-    ordered = [values[name] for name in _NAMES]
-    encoding = "ascii" if "".join(ordered).isascii() else conn.info.encoding
-    return [value.encode(encoding) for value in ordered]
+def _encoded(conn: Connection[Any] | AsyncConnection[Any], arguments: Sequence[str]) -> list[bytes]:
+    together = "\0".join(arguments)
+    encoded = together.encode("ascii" if together.isascii() else conn.info.encoding).split(b"\0")
+    if len(encoded) != len(arguments):
+        raise InvalidInput("coordinates hold a NUL", field="coordinates", hint="name broker, place and message")
+    return encoded

@@ -33,7 +33,7 @@ NOTE: LiteralString = "SELECT fencepost.note_topics(%(consumer)s, %(topics)s::js
 ADVANCE: LiteralString = "SELECT fencepost.advance_horizon(%(consumer)s)"
 # As text: -infinity is no Python time.
 RESERVATIONS: LiteralString = """
-SELECT looked, purged, deliveries, after::text
+SELECT looked, purged, purged, after::text
 FROM fencepost.purge_reservations(%(consumer)s, %(after)s::timestamptz, %(batch)s::integer, %(grace)s::interval)"""
 DELIVERIES: LiteralString = """
 SELECT looked, 0, purged, after::text

@@ -42,11 +42,8 @@ SELECT c.consumer, greatest(c.horizon, clock_timestamp() - c.replay_window) AS h
        (SELECT count(*) FROM (
             SELECT FROM fencepost.reservation AS r
             WHERE r.consumer = c.consumer AND r.event_time < clock_timestamp() - c.replay_window - interval '1 hour'
-              AND r.reserved_at < clock_timestamp() - c.replay_window - interval '1 hour'
+              AND r.last_at < clock_timestamp() - c.replay_window - interval '1 hour'
               AND NOT EXISTS (SELECT FROM fencepost.consumer_forever AS f WHERE f.consumer = r.consumer AND f.type = r.type)
-              AND NOT EXISTS (SELECT FROM fencepost.delivery AS d
-                              WHERE d.consumer = r.consumer AND d.coordinates = r.coordinates
-                                AND d.last_at >= clock_timestamp() - c.replay_window - interval '1 hour')
             LIMIT %(most)s) AS n) AS reservations
 FROM fencepost.consumer AS c
 WHERE c.replay_window IS NOT NULL AND (%(consumer)s::text IS NULL OR c.consumer = %(consumer)s::text) ORDER BY c.consumer"""

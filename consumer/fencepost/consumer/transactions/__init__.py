@@ -46,7 +46,7 @@ __all__ = [
 C = TypeVar("C", Connection[Any], AsyncConnection[Any])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Begun(Generic[C]):
     """One open transaction: ``conn`` is psycopg's, ``tx`` is what the handler is lent.
 

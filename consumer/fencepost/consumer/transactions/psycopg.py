@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from functools import partial
+from types import TracebackType
 from typing import Any, LiteralString
 
 import psycopg
@@ -34,18 +41,15 @@ class PsycopgTransactions(Transactions):
         self._source: Connection[Any] | Pool = self._own or database  # type: ignore[assignment]
         self.renews = not isinstance(database, Connection)
 
+    def begin(self, *, held: bool = False) -> AbstractContextManager[Begun[Connection[Any]]]:
+        if isinstance(self._source, Connection):
+            return _Opened(self._source, held)
+        return self._begin(self._source, held)
+
     @contextmanager
-    def begin(self, *, held: bool = False) -> Generator[Begun[Connection[Any]]]:
-        source = self._source
-        with nullcontext(source) if isinstance(source, Connection) else source.connection() as conn:
-            _require_idle(conn)
-            alive, savepoint = partial(require_alive, conn), _Savepoints(conn).block
-            if held:
-                with _Held(conn):
-                    yield Begun(conn, conn, alive, savepoint)
-            else:
-                with conn.transaction():
-                    yield Begun(conn, conn, alive, savepoint)
+    def _begin(self, pool: Pool, held: bool) -> Generator[Begun[Connection[Any]]]:
+        with pool.connection() as conn, _Opened(conn, held) as begun:
+            yield begun
 
     def close(self) -> None:
         if self._own is not None:
@@ -64,22 +68,61 @@ class AsyncPsycopgTransactions(AsyncTransactions):
         self._source: AsyncConnection[Any] | AsyncPool = self._own or database  # type: ignore[assignment]
         self.renews = not isinstance(database, AsyncConnection)
 
+    def begin(self, *, held: bool = False) -> AbstractAsyncContextManager[Begun[AsyncConnection[Any]]]:
+        if isinstance(self._source, AsyncConnection):
+            return _AsyncOpened(self._source, held)
+        return self._begin(self._source, held)
+
     @asynccontextmanager
-    async def begin(self, *, held: bool = False) -> AsyncGenerator[Begun[AsyncConnection[Any]]]:
-        source = self._source
-        async with nullcontext(source) if isinstance(source, AsyncConnection) else source.connection() as conn:
-            _require_idle(conn)
-            alive, savepoint = partial(require_alive, conn), _AsyncSavepoints(conn).block
-            if held:
-                async with _AsyncHeld(conn):
-                    yield Begun(conn, conn, alive, savepoint)
-            else:
-                async with conn.transaction():
-                    yield Begun(conn, conn, alive, savepoint)
+    async def _begin(self, pool: AsyncPool, held: bool) -> AsyncGenerator[Begun[AsyncConnection[Any]]]:
+        async with pool.connection() as conn, _AsyncOpened(conn, held) as begun:
+            yield begun
 
     async def close(self) -> None:
         if self._own is not None:
             await self._own.close()
+
+
+class _Opened:
+    """A transaction on one connection. A class, because it is on the way of every message, and a generator costs more."""
+
+    __slots__ = ("_conn", "_transaction")
+
+    def __init__(self, conn: Connection[Any], held: bool) -> None:
+        _require_idle(conn)
+        self._conn = conn
+        self._transaction = _Held(conn) if held else Transaction(conn)
+
+    def __enter__(self) -> Begun[Connection[Any]]:
+        self._transaction.__enter__()
+        conn = self._conn
+        return Begun(conn, conn, partial(require_alive, conn), _Savepoints(conn).block)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self._transaction.__exit__(kind, error, traceback)
+
+
+class _AsyncOpened:
+    """As `_Opened`, for asyncio."""
+
+    __slots__ = ("_conn", "_transaction")
+
+    def __init__(self, conn: AsyncConnection[Any], held: bool) -> None:
+        _require_idle(conn)
+        self._conn = conn
+        self._transaction = _AsyncHeld(conn) if held else AsyncTransaction(conn)
+
+    async def __aenter__(self) -> Begun[AsyncConnection[Any]]:
+        await self._transaction.__aenter__()
+        conn = self._conn
+        return Begun(conn, conn, partial(require_alive, conn), _AsyncSavepoints(conn).block)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return await self._transaction.__aexit__(kind, error, traceback)
 
 
 class _Held(Transaction):

@@ -29,7 +29,7 @@ Aged = Literal["events", "reservations", "jobs", "schedules", "leases", "dead le
 LEASE = "lease_until"
 TABLES: dict[Aged, tuple[str, ...]] = {
     "events": ("outbox", "event_key", "tick", "ack", "parked", "overtaken", "outbox_child", "recycled"),
-    "reservations": ("reservation", "delivery"),
+    "reservations": ("reservation", "unreserved_delivery"),
     "jobs": ("job", "wait", "job_hold", "effect", "lookup", "object"),
     "schedules": ("schedule",),
     "leases": ("job", "relay", "duty"),

@@ -230,8 +230,10 @@ CREATE TABLE fencepost.parked (
 INSERT INTO fencepost.migration (name, checksum) VALUES ('0002_outbox.sql', 'f563f513f99f0b3162695898b1ede32e286d7e566e072fd85708dcee283efaf4');
 
 -- 0003_inbox.sql
--- Reservation: one committed handling per tenant, consumer, operation and type; deliveries are kept apart from it.
+-- Reservation: one committed handling per tenant, consumer, operation and type. The delivery that it was made with is part of
+-- it; every other delivery is kept apart.
 
+-- Coordinates are unique within their broker: a JSON array that names broker, place and message.
 CREATE TABLE fencepost.reservation (
     tenant      text NOT NULL,
     consumer    text NOT NULL,
@@ -241,15 +243,19 @@ CREATE TABLE fencepost.reservation (
     event_id    uuid NOT NULL,
     source      text NOT NULL,
     epoch       bigint NOT NULL,
-    meaning     bytea NOT NULL CHECK (octet_length(meaning) = 33),
+    meaning     bytea NOT NULL,
     event_time  timestamptz NOT NULL,
     coordinates text NOT NULL,
+    arrivals    integer NOT NULL DEFAULT 1,
     reserved_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    PRIMARY KEY (tenant, consumer, operation, type)
+    last_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tenant, consumer, operation, type),
+    UNIQUE (consumer, coordinates)
 );
+COMMENT ON COLUMN fencepost.reservation.arrivals IS 'Of the delivery that it was made with; last_at is the time of the last one.';
 
--- A delivery is unique within its broker: coordinates are a JSON array that names broker, place and message.
-CREATE TABLE fencepost.delivery (
+-- Deliveries that no reservation was made with: copies of an operation, and what was not handled.
+CREATE TABLE fencepost.unreserved_delivery (
     consumer    text NOT NULL,
     coordinates text NOT NULL,
     tenant      text NOT NULL,
@@ -260,11 +266,18 @@ CREATE TABLE fencepost.delivery (
     arrivals    integer NOT NULL DEFAULT 1,
     first_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     last_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
-    unreserved  boolean NOT NULL DEFAULT false,
     PRIMARY KEY (consumer, coordinates)
 );
+
+CREATE VIEW fencepost.delivery AS
+    SELECT r.consumer, r.coordinates, r.tenant, r.operation, r.type, r.meaning, r.event_id, r.arrivals, r.reserved_at AS first_at,
+           r.last_at, false AS unreserved
+    FROM fencepost.reservation AS r
+    UNION ALL
+    SELECT d.consumer, d.coordinates, d.tenant, d.operation, d.type, d.meaning, d.event_id, d.arrivals, d.first_at, d.last_at, true
+    FROM fencepost.unreserved_delivery AS d;
 COMMENT ON COLUMN fencepost.delivery.unreserved IS
-  'No reservation was made with it, as with a copy: it is forgotten by its own time; any other goes with its reservation.';
+  'No reservation was made with it: it is forgotten by its own time; any other goes with its reservation.';
 
 CREATE TABLE fencepost.dead_letter (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -292,7 +305,7 @@ COMMENT ON COLUMN fencepost.dead_letter.content IS
   'sha256 over headers and payload: coordinates that a sender reuses never hide one content behind another.';
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', '18cc3ada388f3e327c4e8ac395575b15794d7fad0a0a81ea033d822557e47c63');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0003_inbox.sql', '34f9b7d2fe08f9b6ed94fd0f535f6ccc5b2430f6532add650d5a18547f3badba');
 
 -- 0004_jobs.sql
 -- Scheduling, publication and effects. Three axes that are never one status: execution, effect, authority.
@@ -600,8 +613,7 @@ CREATE TABLE fencepost.consumer_topic (
 );
 
 CREATE INDEX reservation_event_time ON fencepost.reservation (consumer, event_time);
--- Hardly any delivery: an entry for each would cost every reservation one index more.
-CREATE INDEX delivery_first_at ON fencepost.delivery (consumer, first_at) WHERE unreserved;
+CREATE INDEX unreserved_delivery_first_at ON fencepost.unreserved_delivery (consumer, first_at);
 
 ALTER TABLE fencepost.dead_letter DROP CONSTRAINT dead_letter_reason_check;
 ALTER TABLE fencepost.dead_letter ADD CONSTRAINT dead_letter_reason_check CHECK (reason IN (
@@ -625,7 +637,7 @@ ALTER TABLE fencepost.decision ADD CONSTRAINT decision_kind_check CHECK (kind IN
     'retry_dead_letter', 'discard_dead_letter', 'read_dead_letter', 'inbox_retention'));
 
 
-INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', '10409606a83742448bd885977ef70c9744a6dbed7b5e76932729d7b151d5cd00');
+INSERT INTO fencepost.migration (name, checksum) VALUES ('0009_inbox_retention.sql', 'fd3e3bd560685b2100b102a610ff20e90767a79fc1375e5a6d82326d885a46fc');
 
 -- 0010_inbox_batches.sql
 -- Inbox: batches of reservations whose transaction has still to say which of them were handled.
@@ -1234,10 +1246,11 @@ $$;
 
 
 -- authority/digest.sql
--- One part of a digest: its length in four bytes, then the part; no two lists of parts look alike.
+-- One part of a digest: its length in four bytes, then the part, in the database's encoding, which is UTF8; no two lists of
+-- parts look alike.
 CREATE OR REPLACE FUNCTION fencepost._part(p_part text)
 RETURNS bytea LANGUAGE sql STABLE STRICT PARALLEL SAFE AS $$
-    SELECT int4send(octet_length(convert_to(p_part, 'UTF8'))) || convert_to(p_part, 'UTF8')
+    SELECT int4send(octet_length(p_part)) || convert_to(p_part, 'UTF8')
 $$;
 
 -- Same operation, type, version and content: the same meaning, whatever the epoch. The first byte names the algorithm
@@ -3102,20 +3115,18 @@ BEGIN
     RETURN v_horizon;
 END $$;
 
--- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`, with the
--- deliveries that they were made with; returns how many it looked at, how many it deleted of each, and where to go on. Kept:
--- types that are remembered for ever, what was reserved within the window by our own clock, since the clock of a sender may be
--- behind, and what was delivered again within it.
+-- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`; returns how
+-- many it looked at, how many it deleted, and where to go on. Kept: types that are remembered for ever, and what was delivered
+-- within the window by our own clock, since the clock of a sender may be behind.
 -- Dead rows of earlier calls lie below `p_after` and are not walked over again, whatever snapshot is pinned.
--- Locks: deliveries that nobody else holds, then their reservations, as `reserve` does; waits for nobody.
+-- Locks: reservations that nobody else holds; waits for nobody.
 CREATE OR REPLACE FUNCTION fencepost.purge_reservations(
     p_consumer text, p_after timestamptz, p_batch integer, p_grace interval DEFAULT '1 hour',
-    OUT looked integer, OUT purged integer, OUT deliveries integer, OUT after timestamptz)
+    OUT looked integer, OUT purged integer, OUT after timestamptz)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 DECLARE
     v_consumer fencepost.consumer;
     v_before timestamptz;
-    v_coordinates text[];
     v_places tid[];
 BEGIN
     PERFORM fencepost._enter();
@@ -3126,25 +3137,19 @@ BEGIN
     SELECT c.* INTO v_consumer FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
     v_before := clock_timestamp() - v_consumer.replay_window - p_grace;
     -- Invariant: the types are read after the horizon, so that one which was declared before it was advanced is seen.
-    SELECT count(*), coalesce(max(l.event_time), p_after), array_agg(l.coordinates), array_agg(l.place) FILTER (WHERE NOT l.is_kept)
-    INTO looked, after, v_coordinates, v_places
-    FROM (SELECT r.ctid AS place, r.event_time, r.coordinates, r.reserved_at >= v_before
+    SELECT count(*), coalesce(max(l.event_time), p_after), array_agg(l.place) FILTER (WHERE NOT l.is_kept)
+    INTO looked, after, v_places
+    FROM (SELECT r.ctid AS place, r.event_time, r.last_at >= v_before
                  OR EXISTS (SELECT FROM fencepost.consumer_forever AS f WHERE f.consumer = r.consumer AND f.type = r.type) AS is_kept
           FROM fencepost.reservation AS r
           WHERE r.consumer = p_consumer AND r.event_time > p_after AND r.event_time < v_consumer.horizon - p_grace
             AND v_consumer.replay_window IS NOT NULL
           ORDER BY r.event_time FETCH FIRST (p_batch) ROWS WITH TIES) AS l;
-    WITH gone AS (
-        DELETE FROM fencepost.delivery AS d
-        WHERE d.ctid = ANY (ARRAY(SELECT o.ctid FROM fencepost.delivery AS o
-                                  WHERE o.consumer = p_consumer AND o.coordinates = ANY (v_coordinates) AND o.last_at < v_before
-                                  FOR UPDATE SKIP LOCKED)) RETURNING 1)
-    SELECT count(*) INTO deliveries FROM gone;
+    -- Invariant: one that arrives again meanwhile is another version of its row, in another place.
     WITH gone AS (
         DELETE FROM fencepost.reservation AS r
-        WHERE r.ctid = ANY (v_places)
-          AND NOT EXISTS (SELECT FROM fencepost.delivery AS d WHERE d.consumer = r.consumer AND d.coordinates = r.coordinates)
-        RETURNING 1)
+        WHERE r.ctid = ANY (ARRAY(SELECT o.ctid FROM fencepost.reservation AS o WHERE o.ctid = ANY (v_places) AND o.last_at < v_before
+                                  FOR UPDATE SKIP LOCKED)) RETURNING 1)
     SELECT count(*) INTO purged FROM gone;
 END $$;
 
@@ -3161,11 +3166,11 @@ BEGIN
     SELECT clock_timestamp() - c.replay_window - p_grace INTO v_before FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
     WITH looked AS (
         SELECT d.ctid AS place, d.first_at, d.last_at >= v_before AS is_kept
-        FROM fencepost.delivery AS d
-        WHERE d.consumer = p_consumer AND d.unreserved AND d.first_at > p_after AND d.first_at < v_before
+        FROM fencepost.unreserved_delivery AS d
+        WHERE d.consumer = p_consumer AND d.first_at > p_after AND d.first_at < v_before
         ORDER BY d.first_at FETCH FIRST (p_batch) ROWS WITH TIES),
     gone AS (
-        DELETE FROM fencepost.delivery AS d
+        DELETE FROM fencepost.unreserved_delivery AS d
         WHERE d.ctid = ANY (ARRAY(SELECT l.place FROM looked AS l WHERE NOT l.is_kept)) RETURNING 1)
     SELECT (SELECT count(*) FROM looked), (SELECT count(*) FROM gone), coalesce((SELECT max(l.first_at) FROM looked AS l), p_after)
     INTO looked, purged, after;
@@ -3174,18 +3179,18 @@ END $$;
 
 -- inbox/reserve.sql
 -- Whether a reservation looks like nearly all of them do, and nothing of it is to be refused; anything else is judged part by
--- part. One expression without a call of its own, for it is part of every reservation; a counted repetition in the pattern
--- would cost more than all else of it.
+-- part. One expression without a call of its own, and of few parts, for it is made anew in every transaction; a counted
+-- repetition in the pattern would cost more than all else of it. What is null makes it null.
 CREATE OR REPLACE FUNCTION fencepost._is_plain_reservation(
     p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
     p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text)
 RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
-    SELECT (p_tenant || p_consumer || p_operation || p_type) ~ '^[!-~]+$' AND octet_length(p_tenant) BETWEEN 1 AND 200
-       AND octet_length(p_consumer) BETWEEN 1 AND 200 AND octet_length(p_operation) BETWEEN 1 AND 200 AND octet_length(p_type) BETWEEN 1 AND 200
-       AND p_version BETWEEN 1 AND 32767 AND p_event_id IS NOT NULL AND octet_length(p_source) BETWEEN 1 AND 200
-       AND p_epoch >= 0 AND octet_length(p_binding) = 75 AND starts_with(p_binding, 'jcs-sha256:')
-       AND substr(p_binding, 12) !~ '[^0-9a-f]' AND p_event_time IS NOT NULL
-       AND octet_length(p_coordinates) BETWEEN 1 AND 1500
+    SELECT (p_tenant || p_consumer || p_operation || p_type) ~ '^[!-~]+$'
+       AND '' <> ALL (ARRAY[p_tenant, p_consumer, p_operation, p_type, p_source, p_coordinates])
+       AND greatest(octet_length(p_tenant), octet_length(p_consumer), octet_length(p_operation), octet_length(p_type),
+                    octet_length(p_source)) <= 200 AND octet_length(p_coordinates) <= 1500
+       AND p_version BETWEEN 1 AND 32767 AND p_epoch >= 0 AND p_event_id IS NOT NULL AND p_event_time IS NOT NULL
+       AND octet_length(p_binding) = 75 AND p_binding ~ '^jcs-sha256:[0-9a-f]+$'
 $$;
 
 -- What a reservation needs, or the refusal that names the first part that is wrong.
@@ -3223,26 +3228,25 @@ END $$;
 -- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout,
 -- or with p_wait_ms, which leaves lock_timeout as it was, and marks application_name until the transaction ends: the server
 -- reports the name when it goes back, so a client sees without asking whether its transaction stands.
+-- Locks: the reservation, then the delivery that has none.
 CREATE OR REPLACE FUNCTION fencepost.reserve(
     p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
     p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
     p_wait_ms integer DEFAULT NULL, OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    v_meaning bytea;
-    v_known bytea;
-    v_epoch bigint;
-    v_in_force boolean;
-    v_horizon timestamptz;
-    v_unreserved boolean;
+    v_ordinary boolean;
     v_settings text[];
     v_ignored text;
 BEGIN
     -- Few and large expressions on the way of an ordinary event: PL/pgSQL makes each of them anew in every transaction.
-    IF (fencepost._is_plain_reservation(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
-                                        p_binding, p_event_time, p_coordinates)
-        AND (p_headers IS NULL) = (p_payload IS NULL)
-        AND coalesce(p_wait_ms, 1) >= 1 AND current_setting('synchronous_commit') = 'on') IS NOT TRUE THEN
+    -- Before the first statement that may wait: what was, what is, and the mark.
+    v_settings := CASE WHEN fencepost._is_plain_reservation(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id,
+                                                            p_source, p_epoch, p_binding, p_event_time, p_coordinates)
+            AND (p_headers IS NULL) = (p_payload IS NULL) AND p_wait_ms >= 1 AND current_setting('synchronous_commit') = 'on' THEN ARRAY[
+        current_setting('lock_timeout'), set_config('lock_timeout', p_wait_ms::text, true),
+        set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true)] END;
+    IF v_settings IS NULL THEN
         PERFORM fencepost._require_reservable(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
             p_binding, p_event_time, p_coordinates, p_headers, p_payload);
         IF p_wait_ms < 1 THEN
@@ -3250,51 +3254,73 @@ BEGIN
         END IF;
         -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
         PERFORM set_config('synchronous_commit', 'on', true);
-    END IF;
-    -- Before the first statement that may wait: what was, what is, and the mark.
-    v_settings := CASE WHEN p_wait_ms IS NOT NULL THEN ARRAY[
-        current_setting('lock_timeout'), set_config('lock_timeout', p_wait_ms::text, true),
-        set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true)] END;
-
-    INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
-    VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type,
-        fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding), p_event_id)
-    ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
-    WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
-    RETURNING d.arrivals, d.meaning, 'reserved', false INTO arrivals, v_meaning, outcome, other_epoch;
-    IF NOT FOUND THEN
-        other_epoch := false;
-        IF p_payload IS NULL THEN
-            outcome := 'alone';
-            arrivals := 0;
-        ELSE
-            v_meaning := fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding);
-            UPDATE fencepost.delivery AS d SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
-            WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates RETURNING d.arrivals, d.meaning INTO arrivals, v_known;
-            outcome := 'conflict';
-            PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
-                'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
-                p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
-        END IF;
-        v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
-        RETURN;
+        v_settings := CASE WHEN p_wait_ms IS NOT NULL THEN ARRAY[
+            current_setting('lock_timeout'), set_config('lock_timeout', p_wait_ms::text, true),
+            set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true)] END;
     END IF;
 
-    INSERT INTO fencepost.reservation (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
-    VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch, v_meaning, p_event_time, p_coordinates)
-    ON CONFLICT (tenant, consumer, operation, type) DO NOTHING
-    -- Nearly always true, and then the epoch is in force; a statement of its own would cost more than this whole insertion.
-    RETURNING (SELECT p_epoch >= i.epoch_counter OR p_source <> 'urn:fencepost:' || i.id FROM fencepost.installation AS i)
-    INTO v_in_force;
-    IF FOUND THEN
-        -- Nothing so young was ever forgotten: purges keep a grace period of an hour at least, behind a horizon that no clock
-        -- is ahead of. And its epoch is in force, unless the insertion waited, or looked at an old snapshot: see below.
-        IF p_event_time >= clock_timestamp() - interval '1 hour' AND v_in_force
-           AND clock_timestamp() <= statement_timestamp() + interval '5 milliseconds'
-           AND current_setting('transaction_isolation') = 'read committed' THEN
-            v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
+    -- An operation and the delivery that it was reserved with are one row: a second insertion would cost as much again.
+    INSERT INTO fencepost.reservation AS r (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
+    VALUES (p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
+        fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding), p_event_time, p_coordinates)
+    ON CONFLICT DO NOTHING
+    -- Ordinary is what nobody has to be asked about. Nothing so young was ever forgotten: purges keep a grace period of an hour
+    -- at least, behind a horizon that no clock is ahead of. And its epoch is in force and its delivery new, for the insertion
+    -- has not waited, nor looked at an old snapshot.
+    RETURNING 'reserved', 1, false, r.event_time >= clock_timestamp() - interval '1 hour'
+        AND clock_timestamp() <= statement_timestamp() + interval '5 milliseconds'
+        AND current_setting('transaction_isolation') = 'read committed'
+        AND (SELECT p_epoch >= i.epoch_counter OR p_source <> 'urn:fencepost:' || i.id FROM fencepost.installation AS i)
+        AND NOT EXISTS (SELECT FROM fencepost.unreserved_delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates)
+    INTO outcome, arrivals, other_epoch, v_ordinary;
+    IF v_ordinary IS NOT TRUE THEN
+        SELECT j.* INTO outcome, arrivals, other_epoch
+        FROM fencepost._judge_reservation(v_ordinary IS NOT NULL, p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id,
+            p_source, p_epoch, fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding), p_event_time, p_coordinates,
+            p_headers, p_payload) AS j;
+    END IF;
+    v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
+END $$;
+
+-- What a reservation that is not ordinary comes to; `p_made`: the statement before has inserted it, else something was there.
+CREATE OR REPLACE FUNCTION fencepost._judge_reservation(
+    p_made boolean, p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid,
+    p_source text, p_epoch bigint, p_meaning bytea, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
+    OUT outcome text, OUT arrivals integer, OUT other_epoch boolean)
+LANGUAGE plpgsql AS $$
+DECLARE
+    v_delivery fencepost.delivery;
+    v_known bytea;
+    v_epoch bigint;
+    v_horizon timestamptz;
+BEGIN
+    other_epoch := false;
+    -- The delivery, where it was here before.
+    IF NOT p_made THEN
+        UPDATE fencepost.reservation AS r SET arrivals = r.arrivals + 1, last_at = clock_timestamp()
+        WHERE r.consumer = p_consumer AND r.coordinates = p_coordinates
+          AND (r.tenant, r.operation, r.type, r.meaning) = (p_tenant, p_operation, p_type, p_meaning)
+        RETURNING 'duplicate', r.arrivals, r.epoch <> p_epoch INTO outcome, arrivals, other_epoch;
+        IF FOUND THEN
             RETURN;
         END IF;
+        other_epoch := false;
+    END IF;
+    SELECT d.* INTO v_delivery FROM fencepost.delivery AS d
+    WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND (d.unreserved OR NOT p_made) ORDER BY d.unreserved LIMIT 1;
+
+    IF (v_delivery.tenant, v_delivery.operation, v_delivery.type, v_delivery.meaning) <> (p_tenant, p_operation, p_type, p_meaning) THEN
+        outcome := 'delivery_changed';
+        v_known := v_delivery.meaning;
+    ELSIF NOT p_made THEN
+        SELECT r.meaning, r.epoch INTO v_known, v_epoch FROM fencepost.reservation AS r
+        WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+        IF NOT FOUND THEN
+            RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
+        END IF;
+        outcome := CASE WHEN v_known = p_meaning THEN 'duplicate' ELSE 'conflict' END;
+        other_epoch := v_known = p_meaning AND v_epoch <> p_epoch;
+    ELSE
         -- Invariant: inserted first, the horizon read by a later statement. Whatever purge hid an older reservation from the
         -- insertion has committed, and its horizon before it, so this statement sees it.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -3307,66 +3333,77 @@ BEGIN
         SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
         -- Invariant: nothing from here stays reserved by a statement that begins after the commit of the rotation which ended its
         -- epoch. Who began before that commit and ends after it is like a handler that was under way: an authority that was in
-        -- use already. Who has waited for another copy in between looks again all the same.
-        IF (NOT v_in_force OR clock_timestamp() > statement_timestamp() + interval '5 milliseconds')
-           AND fencepost._is_of_old_epoch(p_tenant, p_consumer, p_source, p_epoch, p_event_id, v_meaning, p_coordinates) THEN
-            DELETE FROM fencepost.reservation AS r
-            WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
+        -- use already. Who is here looks again, for it may have waited for another copy in between.
+        IF fencepost._is_of_old_epoch(p_tenant, p_consumer, p_source, p_epoch, p_event_id, p_meaning, p_coordinates) THEN
             outcome := 'old_epoch';
-        ELSIF p_event_time < v_horizon THEN
-            -- A type that is kept for ever has a horizon of its own, which is no younger.
-            IF p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
-                                        WHERE f.consumer = p_consumer AND f.type = p_type), v_horizon)
-               AND NOT EXISTS (SELECT FROM fencepost.dead_letter AS d
-                               WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrived_meaning = v_meaning
-                                 AND d.unhandled) THEN
-                DELETE FROM fencepost.reservation AS r
-                WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
-                outcome := 'before_horizon';
-            END IF;
-        END IF;
-    ELSE
-        SELECT r.meaning, r.epoch, r.coordinates <> p_coordinates INTO v_known, v_epoch, v_unreserved FROM fencepost.reservation AS r
-        WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
-        IF NOT FOUND THEN
-            RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
-        ELSIF v_known = v_meaning THEN
-            outcome := 'duplicate';
-            other_epoch := v_epoch <> p_epoch;
+        -- A type that is kept for ever has a horizon of its own, which is no younger.
+        ELSIF p_event_time < v_horizon
+              AND p_event_time < coalesce((SELECT f.horizon FROM fencepost.consumer_forever AS f
+                                           WHERE f.consumer = p_consumer AND f.type = p_type), v_horizon)
+              AND NOT EXISTS (SELECT FROM fencepost.dead_letter AS d
+                              WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrived_meaning = p_meaning
+                                AND d.unhandled) THEN
+            outcome := 'before_horizon';
         ELSE
-            outcome := 'conflict';
+            outcome := 'reserved';
+            DELETE FROM fencepost.unreserved_delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates
+            RETURNING d.arrivals + 1 INTO arrivals;
+            IF FOUND THEN
+                UPDATE fencepost.reservation AS r SET arrivals = _judge_reservation.arrivals
+                WHERE r.consumer = p_consumer AND r.coordinates = p_coordinates;
+            ELSE
+                arrivals := 1;
+            END IF;
+            RETURN;
         END IF;
     END IF;
 
-    -- Invariant: a delivery that is not unreserved has the reservation that was made with it.
-    IF outcome <> 'reserved' AND v_unreserved IS DISTINCT FROM false THEN
-        UPDATE fencepost.delivery AS d SET unreserved = true
-        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND NOT d.unreserved;
+    -- It is not to be handled.
+    IF p_made THEN
+        DELETE FROM fencepost.reservation AS r
+        WHERE r.tenant = p_tenant AND r.consumer = p_consumer AND r.operation = p_operation AND r.type = p_type;
     END IF;
-    IF outcome IN ('reserved', 'duplicate') THEN
-        NULL;
-    ELSIF p_payload IS NULL THEN
-        -- As if it had not arrived.
-        UPDATE fencepost.delivery AS d SET arrivals = d.arrivals - 1
-        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates;
-        DELETE FROM fencepost.delivery AS d
-        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrivals = 0;
+    IF outcome <> 'duplicate' AND p_payload IS NULL THEN
         outcome := 'alone';
         arrivals := 0;
-    ELSIF outcome = 'conflict' THEN
+        RETURN;
+    END IF;
+    IF outcome = 'delivery_changed' AND NOT v_delivery.unreserved THEN
+        UPDATE fencepost.reservation AS r SET arrivals = r.arrivals + 1, last_at = clock_timestamp()
+        WHERE r.consumer = p_consumer AND r.coordinates = p_coordinates RETURNING r.arrivals INTO arrivals;
+    ELSE
+        -- A delivery that has changed keeps the meaning that it came with at first.
+        INSERT INTO fencepost.unreserved_delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
+        VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type, p_meaning, p_event_id)
+        ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
+        WHERE outcome = 'delivery_changed'
+           OR (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
+        RETURNING d.arrivals INTO arrivals;
+    END IF;
+    IF arrivals IS NULL THEN
+        RAISE serialization_failure USING MESSAGE = 'the delivery was changed after this snapshot', HINT = 'retry the transaction';
+    END IF;
+    CASE outcome
+    WHEN 'duplicate' THEN
+        NULL;
+    WHEN 'delivery_changed' THEN
+        PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'delivery_changed', 'operation',
+            'the delivery came back as another operation or with another meaning', p_tenant, p_operation, p_type, p_version,
+            p_event_id, v_known, p_meaning, 1, p_headers, p_payload);
+        outcome := 'conflict';
+    WHEN 'conflict' THEN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'conflict', 'operation',
             'the operation was already handled with another meaning', p_tenant, p_operation, p_type, p_version,
-            p_event_id, v_known, v_meaning, 1, p_headers, p_payload);
-    ELSIF outcome = 'old_epoch' THEN
+            p_event_id, v_known, p_meaning, 1, p_headers, p_payload);
+    WHEN 'old_epoch' THEN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'old_epoch', 'epoch',
             format('accepted here under epoch %s, and the tenant stands at epoch %s', p_epoch, fencepost._epoch(p_tenant)),
-            p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
-    ELSE
+            p_tenant, p_operation, p_type, p_version, p_event_id, NULL, p_meaning, 1, p_headers, p_payload);
+    WHEN 'before_horizon' THEN
         PERFORM fencepost._dead_letter(p_consumer, p_coordinates, 'before_horizon', 'event_time',
             'the event is older than what this consumer remembers, so nothing can tell whether it was handled',
-            p_tenant, p_operation, p_type, p_version, p_event_id, NULL, v_meaning, 1, p_headers, p_payload);
-    END IF;
-    v_ignored := CASE WHEN p_wait_ms IS NOT NULL THEN set_config('lock_timeout', v_settings[1], true) END;
+            p_tenant, p_operation, p_type, p_version, p_event_id, NULL, p_meaning, 1, p_headers, p_payload);
+    END CASE;
 END $$;
 
 
@@ -3395,7 +3432,8 @@ END $$;
 -- and no coordinates come twice. outcome: reserved (handle it), duplicate (already handled with this meaning), alone
 -- (nothing is recorded here: give it to reserve, in a transaction of its own, which says what it is). settle_batch has to
 -- follow in the same transaction.
--- Locks: deliveries, then reservations, each in the order of their keys, so that batches wait for each other in turn.
+-- Locks: new reservations, reservations that were there, deliveries that have none, each in the order of their keys, so that
+-- batches wait for each other in turn.
 CREATE OR REPLACE FUNCTION fencepost.reserve_many(
     p_consumer text, p_tenants text[], p_operations text[], p_types text[], p_versions integer[], p_event_ids uuid[],
     p_sources text[], p_epochs bigint[], p_bindings text[], p_event_times timestamptz[], p_coordinates text[])
@@ -3408,7 +3446,6 @@ DECLARE
     v_reserved text[];
     v_horizon timestamptz;
     v_alone text[] := '{}';
-    v_unreserved text[] := '{}';
     v_known record;
 BEGIN
     PERFORM fencepost._require_identity('consumer', p_consumer);
@@ -3449,24 +3486,14 @@ BEGIN
     SELECT array_agg(fencepost.meaning(t, o, y, v, b) ORDER BY u.n) INTO v_meanings
     FROM unnest(p_tenants, p_operations, p_types, p_versions, p_bindings) WITH ORDINALITY AS u (t, o, y, v, b, n);
 
-    WITH arrived AS (
-        INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
-        SELECT p_consumer, u.c, u.t, u.o, u.y, u.m, u.e
-        FROM unnest(p_coordinates, p_tenants, p_operations, p_types, v_meanings, p_event_ids) AS u (c, t, o, y, m, e)
-        ORDER BY u.c
-        ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
-        WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
-        RETURNING d.coordinates, d.arrivals)
-    SELECT coalesce(jsonb_object_agg(a.coordinates, a.arrivals), '{}') INTO v_arrivals FROM arrived AS a;
-
     WITH taken AS (
         INSERT INTO fencepost.reservation AS r (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
         SELECT u.t, p_consumer, u.o, u.y, u.v, u.e, u.s, u.p, u.m, u.at, u.c
         FROM unnest(p_tenants, p_operations, p_types, p_versions, p_event_ids, p_sources, p_epochs, v_meanings, p_event_times,
             p_coordinates) AS u (t, o, y, v, e, s, p, m, at, c)
-        WHERE v_arrivals ? u.c
+        WHERE NOT EXISTS (SELECT FROM fencepost.unreserved_delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = u.c)
         ORDER BY u.t, u.o, u.y
-        ON CONFLICT (tenant, consumer, operation, type) DO NOTHING
+        ON CONFLICT DO NOTHING
         RETURNING r.coordinates)
     SELECT coalesce(array_agg(k.coordinates), '{}') INTO v_reserved FROM taken AS k;
 
@@ -3484,48 +3511,72 @@ BEGIN
        AND NOT EXISTS (SELECT FROM fencepost.installation AS i CROSS JOIN unnest(p_tenants, p_sources, p_epochs) AS u (t, s, p)
                        WHERE u.s = 'urn:fencepost:' || i.id AND u.p < i.epoch_counter
                          AND u.p < greatest(i.floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.t))) THEN
-        RETURN QUERY SELECT u.n, 'reserved'::text, (v_arrivals ->> u.c)::integer, false
-                     FROM unnest(p_coordinates) WITH ORDINALITY AS u (c, n);
+        RETURN QUERY SELECT u.n, 'reserved'::text, 1, false FROM generate_series(1, v_count::bigint) AS u (n);
         RETURN;
     END IF;
+
+    -- The deliveries that their operations were reserved with.
+    WITH known AS (
+        SELECT r.tenant, r.operation, r.type
+        FROM unnest(p_tenants, p_operations, p_types, v_meanings, p_coordinates) AS u (t, o, y, m, c)
+        JOIN fencepost.reservation AS r
+            ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y AND r.coordinates = u.c AND r.meaning = u.m
+        WHERE u.c <> ALL (v_reserved)
+        ORDER BY r.tenant, r.operation, r.type FOR UPDATE OF r),
+    again AS (
+        UPDATE fencepost.reservation AS r SET arrivals = r.arrivals + 1, last_at = clock_timestamp() FROM known AS k
+        WHERE r.tenant = k.tenant AND r.consumer = p_consumer AND r.operation = k.operation AND r.type = k.type
+        RETURNING r.coordinates, r.arrivals)
+    SELECT coalesce(jsonb_object_agg(a.coordinates, a.arrivals), '{}') INTO v_arrivals FROM again AS a;
+
+    -- Other deliveries of operations that were reserved, unless they came with something else before.
+    WITH copied AS (
+        INSERT INTO fencepost.unreserved_delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
+        SELECT p_consumer, u.c, u.t, u.o, u.y, u.m, u.e
+        FROM unnest(p_tenants, p_operations, p_types, v_meanings, p_event_ids, p_coordinates) AS u (t, o, y, m, e, c)
+        JOIN fencepost.reservation AS r
+            ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y AND r.meaning = u.m
+        WHERE u.c <> ALL (v_reserved) AND NOT v_arrivals ? u.c
+          AND NOT EXISTS (SELECT FROM fencepost.reservation AS k WHERE k.consumer = p_consumer AND k.coordinates = u.c)
+        ORDER BY u.c
+        ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
+        WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
+        RETURNING d.coordinates, d.arrivals)
+    SELECT v_arrivals || coalesce(jsonb_object_agg(k.coordinates, k.arrivals), '{}') INTO v_arrivals FROM copied AS k;
+
+    -- All else is not counted here: alone.
     FOR v_known IN
-        SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
-            coalesce(u.at < coalesce(f.horizon, v_horizon), false)
-            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch, r.coordinates
+        SELECT u.n, u.c, u.p, u.c = ANY (v_reserved) AS taken, coalesce(u.at < coalesce(f.horizon, v_horizon), false)
+            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.epoch,
+            r.tenant IS NULL AND NOT EXISTS (
+                SELECT FROM fencepost.delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = u.c) AS gone
         FROM fencepost.installation AS i
-        CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, v_meanings, p_event_times)
-             WITH ORDINALITY AS u (c, t, o, y, s, p, m, at, n)
+        CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, p_event_times)
+             WITH ORDINALITY AS u (c, t, o, y, s, p, at, n)
         LEFT JOIN fencepost.reservation AS r
             ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y
         LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = p_consumer AND f.type = u.y
         ORDER BY u.n
     LOOP
         n := v_known.n;
-        arrivals := coalesce((v_arrivals ->> v_known.c)::integer, 0);
+        arrivals := coalesce((v_arrivals ->> v_known.c)::integer, v_known.taken::integer);
         other_epoch := false;
         IF v_known.taken AND NOT v_known.old THEN
             outcome := 'reserved';
-        ELSIF v_known.same AND NOT v_known.taken AND v_known.meaning IS NULL THEN
+        ELSIF v_known.gone THEN
             RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
-        ELSIF v_known.same AND NOT v_known.taken AND v_known.meaning = v_known.m THEN
+        ELSIF arrivals > 0 AND NOT v_known.taken THEN
             outcome := 'duplicate';
             other_epoch := v_known.epoch <> v_known.p;
-            IF v_known.coordinates <> v_known.c THEN
-                v_unreserved := v_unreserved || v_known.c;
-            END IF;
         ELSE
             outcome := 'alone';
             arrivals := 0;
-            IF v_known.same THEN
+            IF v_known.taken THEN
                 v_alone := v_alone || v_known.c;
             END IF;
         END IF;
         RETURN NEXT;
     END LOOP;
-    IF v_unreserved <> '{}' THEN
-        UPDATE fencepost.delivery AS d SET unreserved = true
-        WHERE d.consumer = p_consumer AND d.coordinates = ANY (v_unreserved) AND NOT d.unreserved;
-    END IF;
     IF v_alone <> '{}' THEN
         PERFORM fencepost._unreserve(p_consumer, v_alone);
     END IF;
@@ -3539,18 +3590,20 @@ DECLARE
     v_here constant xid := pg_current_xact_id()::xid;
     v_found integer;
 BEGIN
-    DELETE FROM fencepost.reservation AS r USING fencepost.delivery AS d
-    WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here
-      AND r.tenant = d.tenant AND r.consumer = d.consumer AND r.operation = d.operation AND r.type = d.type
-      AND r.coordinates = d.coordinates AND r.xmin = v_here;
     WITH again AS (
-        UPDATE fencepost.delivery AS d SET arrivals = d.arrivals - 1
-        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals > 1
-        RETURNING 1), gone AS (
-        DELETE FROM fencepost.delivery AS d
-        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals = 1
-        RETURNING 1)
-    SELECT (SELECT count(*) FROM again) + (SELECT count(*) FROM gone) INTO v_found;
+        UPDATE fencepost.reservation AS r SET arrivals = r.arrivals - 1
+        WHERE r.consumer = p_consumer AND r.coordinates = ANY (p_coordinates) AND r.xmin = v_here AND r.arrivals > 1 RETURNING 1),
+    gone AS (
+        DELETE FROM fencepost.reservation AS r
+        WHERE r.consumer = p_consumer AND r.coordinates = ANY (p_coordinates) AND r.xmin = v_here AND r.arrivals = 1 RETURNING 1),
+    copied_again AS (
+        UPDATE fencepost.unreserved_delivery AS d SET arrivals = d.arrivals - 1
+        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals > 1 RETURNING 1),
+    copied AS (
+        DELETE FROM fencepost.unreserved_delivery AS d
+        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals = 1 RETURNING 1)
+    SELECT count(*) INTO v_found
+    FROM (SELECT FROM again UNION ALL SELECT FROM gone UNION ALL SELECT FROM copied_again UNION ALL SELECT FROM copied) AS f;
     IF v_found <> cardinality(p_coordinates) THEN
         PERFORM fencepost._refuse('ZF003', 'a delivery did not arrive in this transaction, or comes twice', 'coordinates',
             'give those that reserve_many answered in this transaction, outside any savepoint');

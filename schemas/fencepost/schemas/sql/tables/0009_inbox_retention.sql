@@ -29,8 +29,7 @@ CREATE TABLE fencepost.consumer_topic (
 );
 
 CREATE INDEX reservation_event_time ON fencepost.reservation (consumer, event_time);
--- Hardly any delivery: an entry for each would cost every reservation one index more.
-CREATE INDEX delivery_first_at ON fencepost.delivery (consumer, first_at) WHERE unreserved;
+CREATE INDEX unreserved_delivery_first_at ON fencepost.unreserved_delivery (consumer, first_at);
 
 ALTER TABLE fencepost.dead_letter DROP CONSTRAINT dead_letter_reason_check;
 ALTER TABLE fencepost.dead_letter ADD CONSTRAINT dead_letter_reason_check CHECK (reason IN (

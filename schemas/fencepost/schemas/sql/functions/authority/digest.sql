@@ -1,7 +1,8 @@
--- One part of a digest: its length in four bytes, then the part; no two lists of parts look alike.
+-- One part of a digest: its length in four bytes, then the part, in the database's encoding, which is UTF8; no two lists of
+-- parts look alike.
 CREATE OR REPLACE FUNCTION fencepost._part(p_part text)
 RETURNS bytea LANGUAGE sql STABLE STRICT PARALLEL SAFE AS $$
-    SELECT int4send(octet_length(convert_to(p_part, 'UTF8'))) || convert_to(p_part, 'UTF8')
+    SELECT int4send(octet_length(p_part)) || convert_to(p_part, 'UTF8')
 $$;
 
 -- Same operation, type, version and content: the same meaning, whatever the epoch. The first byte names the algorithm

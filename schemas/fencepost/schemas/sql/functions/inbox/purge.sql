@@ -15,20 +15,18 @@ BEGIN
     RETURN v_horizon;
 END $$;
 
--- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`, with the
--- deliveries that they were made with; returns how many it looked at, how many it deleted of each, and where to go on. Kept:
--- types that are remembered for ever, what was reserved within the window by our own clock, since the clock of a sender may be
--- behind, and what was delivered again within it.
+-- Deletes reservations of events from before the horizon and `p_grace`, about `p_batch` of them, above `p_after`; returns how
+-- many it looked at, how many it deleted, and where to go on. Kept: types that are remembered for ever, and what was delivered
+-- within the window by our own clock, since the clock of a sender may be behind.
 -- Dead rows of earlier calls lie below `p_after` and are not walked over again, whatever snapshot is pinned.
--- Locks: deliveries that nobody else holds, then their reservations, as `reserve` does; waits for nobody.
+-- Locks: reservations that nobody else holds; waits for nobody.
 CREATE OR REPLACE FUNCTION fencepost.purge_reservations(
     p_consumer text, p_after timestamptz, p_batch integer, p_grace interval DEFAULT '1 hour',
-    OUT looked integer, OUT purged integer, OUT deliveries integer, OUT after timestamptz)
+    OUT looked integer, OUT purged integer, OUT after timestamptz)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 DECLARE
     v_consumer fencepost.consumer;
     v_before timestamptz;
-    v_coordinates text[];
     v_places tid[];
 BEGIN
     PERFORM fencepost._enter();
@@ -39,25 +37,19 @@ BEGIN
     SELECT c.* INTO v_consumer FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
     v_before := clock_timestamp() - v_consumer.replay_window - p_grace;
     -- Invariant: the types are read after the horizon, so that one which was declared before it was advanced is seen.
-    SELECT count(*), coalesce(max(l.event_time), p_after), array_agg(l.coordinates), array_agg(l.place) FILTER (WHERE NOT l.is_kept)
-    INTO looked, after, v_coordinates, v_places
-    FROM (SELECT r.ctid AS place, r.event_time, r.coordinates, r.reserved_at >= v_before
+    SELECT count(*), coalesce(max(l.event_time), p_after), array_agg(l.place) FILTER (WHERE NOT l.is_kept)
+    INTO looked, after, v_places
+    FROM (SELECT r.ctid AS place, r.event_time, r.last_at >= v_before
                  OR EXISTS (SELECT FROM fencepost.consumer_forever AS f WHERE f.consumer = r.consumer AND f.type = r.type) AS is_kept
           FROM fencepost.reservation AS r
           WHERE r.consumer = p_consumer AND r.event_time > p_after AND r.event_time < v_consumer.horizon - p_grace
             AND v_consumer.replay_window IS NOT NULL
           ORDER BY r.event_time FETCH FIRST (p_batch) ROWS WITH TIES) AS l;
-    WITH gone AS (
-        DELETE FROM fencepost.delivery AS d
-        WHERE d.ctid = ANY (ARRAY(SELECT o.ctid FROM fencepost.delivery AS o
-                                  WHERE o.consumer = p_consumer AND o.coordinates = ANY (v_coordinates) AND o.last_at < v_before
-                                  FOR UPDATE SKIP LOCKED)) RETURNING 1)
-    SELECT count(*) INTO deliveries FROM gone;
+    -- Invariant: one that arrives again meanwhile is another version of its row, in another place.
     WITH gone AS (
         DELETE FROM fencepost.reservation AS r
-        WHERE r.ctid = ANY (v_places)
-          AND NOT EXISTS (SELECT FROM fencepost.delivery AS d WHERE d.consumer = r.consumer AND d.coordinates = r.coordinates)
-        RETURNING 1)
+        WHERE r.ctid = ANY (ARRAY(SELECT o.ctid FROM fencepost.reservation AS o WHERE o.ctid = ANY (v_places) AND o.last_at < v_before
+                                  FOR UPDATE SKIP LOCKED)) RETURNING 1)
     SELECT count(*) INTO purged FROM gone;
 END $$;
 
@@ -74,11 +66,11 @@ BEGIN
     SELECT clock_timestamp() - c.replay_window - p_grace INTO v_before FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
     WITH looked AS (
         SELECT d.ctid AS place, d.first_at, d.last_at >= v_before AS is_kept
-        FROM fencepost.delivery AS d
-        WHERE d.consumer = p_consumer AND d.unreserved AND d.first_at > p_after AND d.first_at < v_before
+        FROM fencepost.unreserved_delivery AS d
+        WHERE d.consumer = p_consumer AND d.first_at > p_after AND d.first_at < v_before
         ORDER BY d.first_at FETCH FIRST (p_batch) ROWS WITH TIES),
     gone AS (
-        DELETE FROM fencepost.delivery AS d
+        DELETE FROM fencepost.unreserved_delivery AS d
         WHERE d.ctid = ANY (ARRAY(SELECT l.place FROM looked AS l WHERE NOT l.is_kept)) RETURNING 1)
     SELECT (SELECT count(*) FROM looked), (SELECT count(*) FROM gone), coalesce((SELECT max(l.first_at) FROM looked AS l), p_after)
     INTO looked, purged, after;

@@ -22,7 +22,8 @@ END $$;
 -- and no coordinates come twice. outcome: reserved (handle it), duplicate (already handled with this meaning), alone
 -- (nothing is recorded here: give it to reserve, in a transaction of its own, which says what it is). settle_batch has to
 -- follow in the same transaction.
--- Locks: deliveries, then reservations, each in the order of their keys, so that batches wait for each other in turn.
+-- Locks: new reservations, reservations that were there, deliveries that have none, each in the order of their keys, so that
+-- batches wait for each other in turn.
 CREATE OR REPLACE FUNCTION fencepost.reserve_many(
     p_consumer text, p_tenants text[], p_operations text[], p_types text[], p_versions integer[], p_event_ids uuid[],
     p_sources text[], p_epochs bigint[], p_bindings text[], p_event_times timestamptz[], p_coordinates text[])
@@ -35,7 +36,6 @@ DECLARE
     v_reserved text[];
     v_horizon timestamptz;
     v_alone text[] := '{}';
-    v_unreserved text[] := '{}';
     v_known record;
 BEGIN
     PERFORM fencepost._require_identity('consumer', p_consumer);
@@ -76,24 +76,14 @@ BEGIN
     SELECT array_agg(fencepost.meaning(t, o, y, v, b) ORDER BY u.n) INTO v_meanings
     FROM unnest(p_tenants, p_operations, p_types, p_versions, p_bindings) WITH ORDINALITY AS u (t, o, y, v, b, n);
 
-    WITH arrived AS (
-        INSERT INTO fencepost.delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
-        SELECT p_consumer, u.c, u.t, u.o, u.y, u.m, u.e
-        FROM unnest(p_coordinates, p_tenants, p_operations, p_types, v_meanings, p_event_ids) AS u (c, t, o, y, m, e)
-        ORDER BY u.c
-        ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
-        WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
-        RETURNING d.coordinates, d.arrivals)
-    SELECT coalesce(jsonb_object_agg(a.coordinates, a.arrivals), '{}') INTO v_arrivals FROM arrived AS a;
-
     WITH taken AS (
         INSERT INTO fencepost.reservation AS r (tenant, consumer, operation, type, version, event_id, source, epoch, meaning, event_time, coordinates)
         SELECT u.t, p_consumer, u.o, u.y, u.v, u.e, u.s, u.p, u.m, u.at, u.c
         FROM unnest(p_tenants, p_operations, p_types, p_versions, p_event_ids, p_sources, p_epochs, v_meanings, p_event_times,
             p_coordinates) AS u (t, o, y, v, e, s, p, m, at, c)
-        WHERE v_arrivals ? u.c
+        WHERE NOT EXISTS (SELECT FROM fencepost.unreserved_delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = u.c)
         ORDER BY u.t, u.o, u.y
-        ON CONFLICT (tenant, consumer, operation, type) DO NOTHING
+        ON CONFLICT DO NOTHING
         RETURNING r.coordinates)
     SELECT coalesce(array_agg(k.coordinates), '{}') INTO v_reserved FROM taken AS k;
 
@@ -111,48 +101,72 @@ BEGIN
        AND NOT EXISTS (SELECT FROM fencepost.installation AS i CROSS JOIN unnest(p_tenants, p_sources, p_epochs) AS u (t, s, p)
                        WHERE u.s = 'urn:fencepost:' || i.id AND u.p < i.epoch_counter
                          AND u.p < greatest(i.floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.t))) THEN
-        RETURN QUERY SELECT u.n, 'reserved'::text, (v_arrivals ->> u.c)::integer, false
-                     FROM unnest(p_coordinates) WITH ORDINALITY AS u (c, n);
+        RETURN QUERY SELECT u.n, 'reserved'::text, 1, false FROM generate_series(1, v_count::bigint) AS u (n);
         RETURN;
     END IF;
+
+    -- The deliveries that their operations were reserved with.
+    WITH known AS (
+        SELECT r.tenant, r.operation, r.type
+        FROM unnest(p_tenants, p_operations, p_types, v_meanings, p_coordinates) AS u (t, o, y, m, c)
+        JOIN fencepost.reservation AS r
+            ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y AND r.coordinates = u.c AND r.meaning = u.m
+        WHERE u.c <> ALL (v_reserved)
+        ORDER BY r.tenant, r.operation, r.type FOR UPDATE OF r),
+    again AS (
+        UPDATE fencepost.reservation AS r SET arrivals = r.arrivals + 1, last_at = clock_timestamp() FROM known AS k
+        WHERE r.tenant = k.tenant AND r.consumer = p_consumer AND r.operation = k.operation AND r.type = k.type
+        RETURNING r.coordinates, r.arrivals)
+    SELECT coalesce(jsonb_object_agg(a.coordinates, a.arrivals), '{}') INTO v_arrivals FROM again AS a;
+
+    -- Other deliveries of operations that were reserved, unless they came with something else before.
+    WITH copied AS (
+        INSERT INTO fencepost.unreserved_delivery AS d (consumer, coordinates, tenant, operation, type, meaning, event_id)
+        SELECT p_consumer, u.c, u.t, u.o, u.y, u.m, u.e
+        FROM unnest(p_tenants, p_operations, p_types, v_meanings, p_event_ids, p_coordinates) AS u (t, o, y, m, e, c)
+        JOIN fencepost.reservation AS r
+            ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y AND r.meaning = u.m
+        WHERE u.c <> ALL (v_reserved) AND NOT v_arrivals ? u.c
+          AND NOT EXISTS (SELECT FROM fencepost.reservation AS k WHERE k.consumer = p_consumer AND k.coordinates = u.c)
+        ORDER BY u.c
+        ON CONFLICT (consumer, coordinates) DO UPDATE SET arrivals = d.arrivals + 1, last_at = clock_timestamp()
+        WHERE (d.tenant, d.operation, d.type, d.meaning) = (excluded.tenant, excluded.operation, excluded.type, excluded.meaning)
+        RETURNING d.coordinates, d.arrivals)
+    SELECT v_arrivals || coalesce(jsonb_object_agg(k.coordinates, k.arrivals), '{}') INTO v_arrivals FROM copied AS k;
+
+    -- All else is not counted here: alone.
     FOR v_known IN
-        SELECT u.n, u.c, u.p, u.m, v_arrivals ? u.c AS same, u.c = ANY (v_reserved) AS taken,
-            coalesce(u.at < coalesce(f.horizon, v_horizon), false)
-            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.meaning, r.epoch, r.coordinates
+        SELECT u.n, u.c, u.p, u.c = ANY (v_reserved) AS taken, coalesce(u.at < coalesce(f.horizon, v_horizon), false)
+            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.epoch,
+            r.tenant IS NULL AND NOT EXISTS (
+                SELECT FROM fencepost.delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = u.c) AS gone
         FROM fencepost.installation AS i
-        CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, v_meanings, p_event_times)
-             WITH ORDINALITY AS u (c, t, o, y, s, p, m, at, n)
+        CROSS JOIN unnest(p_coordinates, p_tenants, p_operations, p_types, p_sources, p_epochs, p_event_times)
+             WITH ORDINALITY AS u (c, t, o, y, s, p, at, n)
         LEFT JOIN fencepost.reservation AS r
             ON r.tenant = u.t AND r.consumer = p_consumer AND r.operation = u.o AND r.type = u.y
         LEFT JOIN fencepost.consumer_forever AS f ON f.consumer = p_consumer AND f.type = u.y
         ORDER BY u.n
     LOOP
         n := v_known.n;
-        arrivals := coalesce((v_arrivals ->> v_known.c)::integer, 0);
+        arrivals := coalesce((v_arrivals ->> v_known.c)::integer, v_known.taken::integer);
         other_epoch := false;
         IF v_known.taken AND NOT v_known.old THEN
             outcome := 'reserved';
-        ELSIF v_known.same AND NOT v_known.taken AND v_known.meaning IS NULL THEN
+        ELSIF v_known.gone THEN
             RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
-        ELSIF v_known.same AND NOT v_known.taken AND v_known.meaning = v_known.m THEN
+        ELSIF arrivals > 0 AND NOT v_known.taken THEN
             outcome := 'duplicate';
             other_epoch := v_known.epoch <> v_known.p;
-            IF v_known.coordinates <> v_known.c THEN
-                v_unreserved := v_unreserved || v_known.c;
-            END IF;
         ELSE
             outcome := 'alone';
             arrivals := 0;
-            IF v_known.same THEN
+            IF v_known.taken THEN
                 v_alone := v_alone || v_known.c;
             END IF;
         END IF;
         RETURN NEXT;
     END LOOP;
-    IF v_unreserved <> '{}' THEN
-        UPDATE fencepost.delivery AS d SET unreserved = true
-        WHERE d.consumer = p_consumer AND d.coordinates = ANY (v_unreserved) AND NOT d.unreserved;
-    END IF;
     IF v_alone <> '{}' THEN
         PERFORM fencepost._unreserve(p_consumer, v_alone);
     END IF;
@@ -166,18 +180,20 @@ DECLARE
     v_here constant xid := pg_current_xact_id()::xid;
     v_found integer;
 BEGIN
-    DELETE FROM fencepost.reservation AS r USING fencepost.delivery AS d
-    WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here
-      AND r.tenant = d.tenant AND r.consumer = d.consumer AND r.operation = d.operation AND r.type = d.type
-      AND r.coordinates = d.coordinates AND r.xmin = v_here;
     WITH again AS (
-        UPDATE fencepost.delivery AS d SET arrivals = d.arrivals - 1
-        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals > 1
-        RETURNING 1), gone AS (
-        DELETE FROM fencepost.delivery AS d
-        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals = 1
-        RETURNING 1)
-    SELECT (SELECT count(*) FROM again) + (SELECT count(*) FROM gone) INTO v_found;
+        UPDATE fencepost.reservation AS r SET arrivals = r.arrivals - 1
+        WHERE r.consumer = p_consumer AND r.coordinates = ANY (p_coordinates) AND r.xmin = v_here AND r.arrivals > 1 RETURNING 1),
+    gone AS (
+        DELETE FROM fencepost.reservation AS r
+        WHERE r.consumer = p_consumer AND r.coordinates = ANY (p_coordinates) AND r.xmin = v_here AND r.arrivals = 1 RETURNING 1),
+    copied_again AS (
+        UPDATE fencepost.unreserved_delivery AS d SET arrivals = d.arrivals - 1
+        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals > 1 RETURNING 1),
+    copied AS (
+        DELETE FROM fencepost.unreserved_delivery AS d
+        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals = 1 RETURNING 1)
+    SELECT count(*) INTO v_found
+    FROM (SELECT FROM again UNION ALL SELECT FROM gone UNION ALL SELECT FROM copied_again UNION ALL SELECT FROM copied) AS f;
     IF v_found <> cardinality(p_coordinates) THEN
         PERFORM fencepost._refuse('ZF003', 'a delivery did not arrive in this transaction, or comes twice', 'coordinates',
             'give those that reserve_many answered in this transaction, outside any savepoint');
