@@ -1,7 +1,7 @@
 """What the inbox costs a consumer: the same loop over the same messages, without it, with it, and in batches.
 
 Without: the event is read and verified, and the handler runs in a transaction of its own. Floor: the same with one more
-statement that inserts two rows, the least that an inbox could do. Single, batch: `handle`, and `handle_many`. Rounds are interleaved; ratios compare what ran side by side, absolute numbers belong to this machine.
+statement that inserts two bare rows, as an inbox by hand would. Single, batch: `handle`, and `handle_many`. Rounds are interleaved; ratios compare what ran side by side, absolute numbers belong to this machine.
 `--gate` ends with 1 when a bound is missed. Loads are bounded in count and in time.
 """
 

@@ -55,6 +55,12 @@ class Delivery:
                 field="coordinates",
                 hint="name broker, place and message",
             )
+        if "\0" in self.coordinates:
+            raise InvalidInput(
+                "coordinates hold a NUL",
+                field="coordinates",
+                hint="take from_kafka, from_rabbitmq, or JSON of your own",
+            )
 
     @classmethod
     def from_kafka(
