@@ -75,7 +75,7 @@ INBOX = Area(
     ("inbox",),
     {
         "inbox/reserve.sql": ("_is_plain_reservation", "_require_reservable", "reserve", "_judge_reservation"),
-        "inbox/reserve_many.sql": ("_batch_is_settled", "reserve_many", "_unreserve", "settle_batch"),
+        "inbox/reserve_many.sql": ("_batch_is_settled", "reserve_many", "settle_batch"),
         "inbox/purge.sql": ("advance_horizon", "purge_reservations", "purge_deliveries"),
         "inbox/retention.sql": ("set_inbox_retention", "keep_type"),
         "inbox/dead_letter.sql": ("_require_coordinates", "dead_letter"),

@@ -68,7 +68,7 @@ H = TypeVar("H", bound=Callable[..., object])
 
 
 class _Unreadable(Exception):
-    """It is no event that can be handled, which was found out while the operation was reserved: that is taken back."""
+    """The content cannot be read, which was found out while the operation was reserved: that is taken back."""
 
     def __init__(self, error: Undecodable) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Inbox(_Inbox[Callable[[Any, E], object]], Generic[E]):
 
     def _handle(self, transactions: Transactions, delivery: Delivery) -> Handled:
         try:
-            arrived = self.reading.begin(delivery)
+            arrived = Arrived(*self.reading.verified(delivery))
         except Undecodable as error:
             return self._set_aside(transactions, delivery, error)
         with self._copies.turn(_identity(arrived), self.wait_seconds) as mine:
@@ -258,7 +258,7 @@ class AsyncInbox(_Inbox[Callable[[Any, E], Awaitable[object]]], Generic[E]):
 
     async def _handle(self, transactions: AsyncTransactions, delivery: Delivery) -> Handled:
         try:
-            arrived = self.reading.begin(delivery)
+            arrived = Arrived(*self.reading.verified(delivery))
         except Undecodable as error:
             return await self._set_aside(transactions, delivery, error)
         async with self._async_copies.turn(_identity(arrived), self.wait_seconds) as mine:

@@ -29,7 +29,7 @@ class Arriving(Protocol):
 
 @dataclass(slots=True)
 class Arrived:
-    """A delivery, its binding, and once it was finished what the handler is given, or why it cannot be."""
+    """A delivery whose digest is right, its binding, and once it was read what the handler is given, or why it cannot be."""
 
     envelope: Envelope
     binding: str
@@ -79,16 +79,10 @@ class Reading:
         envelope, binding = self.verified(delivery)
         return Arrived(envelope, binding, self.argument(envelope))
 
-    def begin(self, delivery: Arriving) -> Arrived:
-        """What identity and meaning need, or Undecodable; nothing may come of it before it was finished."""
-        envelope = delivery.envelope()
-        return Arrived(envelope, envelope.binding)
-
     def finish(self, arrived: Arrived) -> None:
-        """Verifies the digest and reads the content, which may be left to when there is time for it."""
+        """Reads the content, which may be left to when there is time for it."""
         if arrived.argument is None and arrived.unreadable is None:
             try:
-                arrived.envelope.check_digest(arrived.binding)
                 arrived.argument = self.argument(arrived.envelope)
             except Undecodable as error:
                 arrived.unreadable = error

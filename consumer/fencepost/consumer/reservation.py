@@ -3,7 +3,9 @@
 `reserve_in` is for those who own the transaction; it never commits. Nothing may be handled unless the outcome is
 ``reserved``, and a conflict is kept as a dead letter when the caller commits.
 
-Locks: the reservation row. A concurrent copy waits for the first transaction; bound that wait with lock_timeout.
+Locks: the reservation row, then that of a delivery which has none. A concurrent copy waits for the first transaction, and for
+one that counts the reserved delivery again; bound that wait with lock_timeout. Several operations in one transaction need one
+order everywhere, or two such transactions end as a deadlock.
 """
 
 from __future__ import annotations
@@ -79,11 +81,11 @@ def reserve(
     opening: list[bytes],
     meanwhile: Callable[[], None],
 ) -> Reservation:
-    """As `reserve_in`, in a transaction of the inbox's own; settles the delivery's dead letter.
+    """As `reserve_in`, for a delivery whose digest is right, in a transaction of the inbox's own; settles its dead letter.
 
     ``opening`` goes before it in the same round trip, and begins the transaction where nothing else has. Waits
     ``wait_seconds`` for another copy, then LockNotAvailable, and leaves lock_timeout as it was. ``meanwhile`` runs while
-    the server is at it, and has to verify the digest: the caller rolls back what was reserved for another.
+    the server is at it.
     """
     arguments = _waiting(consumer, arrived, delivery, wait_seconds)
     with conn.lock:

@@ -152,11 +152,6 @@ class Envelope:
     def check(self) -> str:
         """Recompute binding and digest; the binding, or Undecodable ``digest_mismatch``."""
         binding = self.binding
-        self.check_digest(binding)
-        return binding
-
-    def check_digest(self, binding: str) -> None:
-        """Recompute the digest with the binding that was recomputed; Undecodable ``digest_mismatch``."""
         expected = digest_of(self.tenant, self.operation, self.type, self.version, self.epoch, binding)
         if expected.raw != self.digest.raw:
             raise Undecodable(
@@ -165,6 +160,7 @@ class Envelope:
                 field="fpdigest",
                 hint="the event was changed on its way, or its producer computes another binding",
             )
+        return binding
 
 
 def validate_attributes(attributes: Mapping[str, str], *, limit: int = ATTRIBUTES_MAX) -> dict[str, str]:

@@ -334,7 +334,7 @@ def test_messages_and_reservations_age_together(fencepost_database: Database, fe
     fencepost_broker.relay()
     fencepost_broker.deliver(on_accepted)
     with fencepost_database.connect() as conn:
-        assert age(conn, 86400, of="reservations") == 2
+        assert age(conn, 86400, of="reservations") == 1
         old = conn.execute("SELECT event_time < clock_timestamp() - interval '23 hours' FROM fencepost.reservation")
         assert old.fetchall() == [(True,)]
     fencepost_broker.age(86400)

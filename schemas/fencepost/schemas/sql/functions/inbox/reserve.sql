@@ -48,7 +48,7 @@ END $$;
 -- that it has to be given once more, with them. Concurrent copies wait for the first transaction; bound it with lock_timeout,
 -- or with p_wait_ms, which leaves lock_timeout as it was, and marks application_name until the transaction ends: the server
 -- reports the name when it goes back, so a client sees without asking whether its transaction stands.
--- Locks: the reservation, then the delivery that has none.
+-- Locks: the reservation, then the delivery that has none. A copy waits, too, for whoever counts the reserved delivery again.
 CREATE OR REPLACE FUNCTION fencepost.reserve(
     p_tenant text, p_consumer text, p_operation text, p_type text, p_version integer, p_event_id uuid, p_source text,
     p_epoch bigint, p_binding text, p_event_time timestamptz, p_coordinates text, p_headers jsonb, p_payload bytea,
@@ -63,9 +63,11 @@ BEGIN
     -- Before the first statement that may wait: what was, what is, and the mark.
     v_settings := CASE WHEN fencepost._is_plain_reservation(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id,
                                                             p_source, p_epoch, p_binding, p_event_time, p_coordinates)
-            AND (p_headers IS NULL) = (p_payload IS NULL) AND p_wait_ms >= 1 AND current_setting('synchronous_commit') = 'on' THEN ARRAY[
-        current_setting('lock_timeout'), set_config('lock_timeout', p_wait_ms::text, true),
-        set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true)] END;
+            AND (p_headers IS NULL) = (p_payload IS NULL)
+            AND coalesce(p_wait_ms, 1) >= 1 AND current_setting('synchronous_commit') = 'on' THEN
+        CASE WHEN p_wait_ms IS NULL THEN '{}' ELSE ARRAY[
+            current_setting('lock_timeout'), set_config('lock_timeout', p_wait_ms::text, true),
+            set_config('application_name', left(current_setting('application_name'), 50) || ' (inbox)', true)] END END;
     IF v_settings IS NULL THEN
         PERFORM fencepost._require_reservable(p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id, p_source, p_epoch,
             p_binding, p_event_time, p_coordinates, p_headers, p_payload);
@@ -85,8 +87,8 @@ BEGIN
         fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding), p_event_time, p_coordinates)
     ON CONFLICT DO NOTHING
     -- Ordinary is what nobody has to be asked about. Nothing so young was ever forgotten: purges keep a grace period of an hour
-    -- at least, behind a horizon that no clock is ahead of. And its epoch is in force and its delivery new, for the insertion
-    -- has not waited, nor looked at an old snapshot.
+    -- at least, behind a horizon that no clock is ahead of. And its epoch is in force and its delivery new, unless the insertion
+    -- has waited, or looked at an old snapshot: then all is looked at again.
     RETURNING 'reserved', 1, false, r.event_time >= clock_timestamp() - interval '1 hour'
         AND clock_timestamp() <= statement_timestamp() + interval '5 milliseconds'
         AND current_setting('transaction_isolation') = 'read committed'
@@ -95,7 +97,7 @@ BEGIN
     INTO outcome, arrivals, other_epoch, v_ordinary;
     IF v_ordinary IS NOT TRUE THEN
         SELECT j.* INTO outcome, arrivals, other_epoch
-        FROM fencepost._judge_reservation(v_ordinary IS NOT NULL, p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id,
+        FROM fencepost._judge_reservation(FOUND, p_tenant, p_consumer, p_operation, p_type, p_version, p_event_id,
             p_source, p_epoch, fencepost.meaning(p_tenant, p_operation, p_type, p_version, p_binding), p_event_time, p_coordinates,
             p_headers, p_payload) AS j;
     END IF;
@@ -115,6 +117,19 @@ DECLARE
     v_horizon timestamptz;
 BEGIN
     other_epoch := false;
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- This snapshot may be older than what it is to be compared with. An insertion that meets a row which came, or was
+        -- changed, after the snapshot raises 40001: of the delivery without a reservation, of the horizon, of a rotation.
+        INSERT INTO fencepost.unreserved_delivery (consumer, coordinates, tenant, operation, type, meaning, event_id, arrivals)
+        VALUES (p_consumer, p_coordinates, p_tenant, p_operation, p_type, p_meaning, p_event_id, 0) ON CONFLICT DO NOTHING;
+        DELETE FROM fencepost.unreserved_delivery AS d
+        WHERE d.consumer = p_consumer AND d.coordinates = p_coordinates AND d.arrivals = 0;
+        IF p_made THEN
+            INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
+            INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
+            WHERE p_source = 'urn:fencepost:' || i.id ON CONFLICT DO NOTHING;
+        END IF;
+    END IF;
     -- The delivery, where it was here before.
     IF NOT p_made THEN
         UPDATE fencepost.reservation AS r SET arrivals = r.arrivals + 1, last_at = clock_timestamp()
@@ -143,13 +158,6 @@ BEGIN
     ELSE
         -- Invariant: inserted first, the horizon read by a later statement. Whatever purge hid an older reservation from the
         -- insertion has committed, and its horizon before it, so this statement sees it.
-        IF current_setting('transaction_isolation') <> 'read committed' THEN
-            -- This snapshot may be older than that: raises 40001 if the row came, or was changed, after it.
-            INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
-            -- And older than a rotation, which changes this row: the same.
-            INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
-            WHERE p_source = 'urn:fencepost:' || i.id ON CONFLICT DO NOTHING;
-        END IF;
         SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
         -- Invariant: nothing from here stays reserved by a statement that begins after the commit of the rotation which ended its
         -- epoch. Who began before that commit and ends after it is like a handler that was under way: an authority that was in

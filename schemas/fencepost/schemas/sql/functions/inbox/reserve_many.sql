@@ -23,7 +23,7 @@ END $$;
 -- (nothing is recorded here: give it to reserve, in a transaction of its own, which says what it is). settle_batch has to
 -- follow in the same transaction.
 -- Locks: new reservations, reservations that were there, deliveries that have none, each in the order of their keys, so that
--- batches wait for each other in turn.
+-- batches of the same wait for each other in turn. A copy waits, too, for whoever counts the reserved delivery again.
 CREATE OR REPLACE FUNCTION fencepost.reserve_many(
     p_consumer text, p_tenants text[], p_operations text[], p_types text[], p_versions integer[], p_event_ids uuid[],
     p_sources text[], p_epochs bigint[], p_bindings text[], p_event_times timestamptz[], p_coordinates text[])
@@ -72,7 +72,6 @@ BEGIN
     END IF;
     -- Others act upon this commit (a broker is acked, an operator is told): it must survive a crash.
     PERFORM set_config('synchronous_commit', 'on', true);
-    INSERT INTO fencepost.inbox_batch (transaction, consumer) VALUES (pg_current_xact_id(), p_consumer);
     SELECT array_agg(fencepost.meaning(t, o, y, v, b) ORDER BY u.n) INTO v_meanings
     FROM unnest(p_tenants, p_operations, p_types, p_versions, p_bindings) WITH ORDINALITY AS u (t, o, y, v, b, n);
 
@@ -89,6 +88,12 @@ BEGIN
 
     -- Invariant: as in reserve, the horizon is read by a statement after the insertion.
     IF current_setting('transaction_isolation') <> 'read committed' THEN
+        INSERT INTO fencepost.unreserved_delivery (consumer, coordinates, tenant, operation, type, meaning, event_id, arrivals)
+        SELECT p_consumer, u.c, u.t, u.o, u.y, u.m, u.e, 0
+        FROM unnest(p_coordinates, p_tenants, p_operations, p_types, v_meanings, p_event_ids) AS u (c, t, o, y, m, e)
+        ORDER BY u.c ON CONFLICT DO NOTHING;
+        DELETE FROM fencepost.unreserved_delivery AS d
+        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.arrivals = 0;
         INSERT INTO fencepost.consumer (consumer) VALUES (p_consumer) ON CONFLICT DO NOTHING;
         INSERT INTO fencepost.installation SELECT i.* FROM fencepost.installation AS i
         WHERE 'urn:fencepost:' || i.id = ANY (p_sources) ON CONFLICT DO NOTHING;
@@ -96,11 +101,16 @@ BEGIN
     SELECT c.horizon INTO v_horizon FROM fencepost.consumer AS c WHERE c.consumer = p_consumer;
 
     -- Nearly every batch is new as a whole; the horizon of a type that is kept for ever is no younger.
-    -- Invariant: so are the epochs, for it may have waited for another copy across a rotation (see reserve).
-    IF cardinality(v_reserved) = v_count AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon)
+    -- Invariant: so are the epochs and the deliveries without a reservation, for it may have waited across a rotation, or for
+    -- one of these deliveries, which was refused then (see reserve).
+    IF cardinality(v_reserved) = v_count
+       AND NOT EXISTS (SELECT FROM fencepost.unreserved_delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates))
+       AND NOT EXISTS (SELECT FROM unnest(p_event_times) AS u (at) WHERE u.at < v_horizon)
        AND NOT EXISTS (SELECT FROM fencepost.installation AS i CROSS JOIN unnest(p_tenants, p_sources, p_epochs) AS u (t, s, p)
                        WHERE u.s = 'urn:fencepost:' || i.id AND u.p < i.epoch_counter
                          AND u.p < greatest(i.floor, (SELECT t.epoch FROM fencepost.tenant AS t WHERE t.tenant = u.t))) THEN
+        INSERT INTO fencepost.inbox_batch (transaction, consumer, reserved, counted)
+        VALUES (pg_current_xact_id(), p_consumer, v_reserved, '{}');
         RETURN QUERY SELECT u.n, 'reserved'::text, 1, false FROM generate_series(1, v_count::bigint) AS u (n);
         RETURN;
     END IF;
@@ -137,7 +147,8 @@ BEGIN
     -- All else is not counted here: alone.
     FOR v_known IN
         SELECT u.n, u.c, u.p, u.c = ANY (v_reserved) AS taken, coalesce(u.at < coalesce(f.horizon, v_horizon), false)
-            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t) AS old, r.epoch,
+            OR u.s = 'urn:fencepost:' || i.id AND u.p < fencepost._epoch(u.t)
+            OR EXISTS (SELECT FROM fencepost.unreserved_delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = u.c) AS old, r.epoch,
             r.tenant IS NULL AND NOT EXISTS (
                 SELECT FROM fencepost.delivery AS d WHERE d.consumer = p_consumer AND d.coordinates = u.c) AS gone
         FROM fencepost.installation AS i
@@ -157,7 +168,7 @@ BEGIN
             RAISE serialization_failure USING MESSAGE = 'the operation was reserved after this snapshot', HINT = 'retry the transaction';
         ELSIF arrivals > 0 AND NOT v_known.taken THEN
             outcome := 'duplicate';
-            other_epoch := v_known.epoch <> v_known.p;
+            other_epoch := coalesce(v_known.epoch <> v_known.p, false);
         ELSE
             outcome := 'alone';
             arrivals := 0;
@@ -167,50 +178,40 @@ BEGIN
         END IF;
         RETURN NEXT;
     END LOOP;
-    IF v_alone <> '{}' THEN
-        PERFORM fencepost._unreserve(p_consumer, v_alone);
-    END IF;
+    DELETE FROM fencepost.reservation AS r WHERE r.consumer = p_consumer AND r.coordinates = ANY (v_alone);
+    INSERT INTO fencepost.inbox_batch (transaction, consumer, reserved, counted)
+    VALUES (pg_current_xact_id(), p_consumer, ARRAY(SELECT unnest(v_reserved) EXCEPT SELECT unnest(v_alone)),
+        ARRAY(SELECT jsonb_object_keys(v_arrivals)));
 END $$;
 
--- Takes back deliveries that arrived in this transaction, and reservations that it made for them; a row of any other
--- transaction stays, and is refused.
-CREATE OR REPLACE FUNCTION fencepost._unreserve(p_consumer text, p_coordinates text[])
-RETURNS void LANGUAGE plpgsql AS $$
-DECLARE
-    v_here constant xid := pg_current_xact_id()::xid;
-    v_found integer;
-BEGIN
-    WITH again AS (
-        UPDATE fencepost.reservation AS r SET arrivals = r.arrivals - 1
-        WHERE r.consumer = p_consumer AND r.coordinates = ANY (p_coordinates) AND r.xmin = v_here AND r.arrivals > 1 RETURNING 1),
-    gone AS (
-        DELETE FROM fencepost.reservation AS r
-        WHERE r.consumer = p_consumer AND r.coordinates = ANY (p_coordinates) AND r.xmin = v_here AND r.arrivals = 1 RETURNING 1),
-    copied_again AS (
-        UPDATE fencepost.unreserved_delivery AS d SET arrivals = d.arrivals - 1
-        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals > 1 RETURNING 1),
-    copied AS (
-        DELETE FROM fencepost.unreserved_delivery AS d
-        WHERE d.consumer = p_consumer AND d.coordinates = ANY (p_coordinates) AND d.xmin = v_here AND d.arrivals = 1 RETURNING 1)
-    SELECT count(*) INTO v_found
-    FROM (SELECT FROM again UNION ALL SELECT FROM gone UNION ALL SELECT FROM copied_again UNION ALL SELECT FROM copied) AS f;
-    IF v_found <> cardinality(p_coordinates) THEN
-        PERFORM fencepost._refuse('ZF003', 'a delivery did not arrive in this transaction, or comes twice', 'coordinates',
-            'give those that reserve_many answered in this transaction, outside any savepoint');
-    END IF;
-END $$;
-
--- Ends a batch: what is named was not handled and is as if it had not arrived; all else commits as handled.
+-- Ends a batch: what is named was not handled and is as if it had not arrived; all else commits as handled. Only what this batch
+-- has reserved or counted can be named: no reservation of anybody else's is ever taken back.
 CREATE OR REPLACE FUNCTION fencepost.settle_batch(p_consumer text, p_unhandled text[])
 RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_batch fencepost.inbox_batch;
+    v_counted text[];
 BEGIN
     DELETE FROM fencepost.inbox_batch AS b
-    WHERE b.transaction = pg_current_xact_id_if_assigned() AND b.consumer = p_consumer;
+    WHERE b.transaction = pg_current_xact_id_if_assigned() AND b.consumer = p_consumer RETURNING b.* INTO v_batch;
     IF NOT FOUND THEN
         PERFORM fencepost._refuse('ZF004', 'no batch of this consumer is open in this transaction', 'batch',
             'settle once, in the transaction that reserved');
     END IF;
-    IF p_unhandled <> '{}' THEN
-        PERFORM fencepost._unreserve(p_consumer, p_unhandled);
+    IF p_unhandled = '{}' THEN
+        RETURN;
+    ELSIF NOT p_unhandled <@ (v_batch.reserved || v_batch.counted)
+          OR cardinality(p_unhandled) <> (SELECT count(DISTINCT c) FROM unnest(p_unhandled) AS c) THEN
+        PERFORM fencepost._refuse('ZF003', 'a delivery did not arrive in this batch, or comes twice', 'coordinates',
+            'give those that reserve_many answered in this transaction');
     END IF;
+    DELETE FROM fencepost.reservation AS r
+    WHERE r.consumer = p_consumer AND r.coordinates = ANY (p_unhandled) AND r.coordinates = ANY (v_batch.reserved);
+    v_counted := ARRAY(SELECT unnest(p_unhandled) INTERSECT SELECT unnest(v_batch.counted));
+    UPDATE fencepost.reservation AS r SET arrivals = r.arrivals - 1
+    WHERE r.consumer = p_consumer AND r.coordinates = ANY (v_counted);
+    UPDATE fencepost.unreserved_delivery AS d SET arrivals = d.arrivals - 1
+    WHERE d.consumer = p_consumer AND d.coordinates = ANY (v_counted);
+    DELETE FROM fencepost.unreserved_delivery AS d
+    WHERE d.consumer = p_consumer AND d.coordinates = ANY (v_counted) AND d.arrivals = 0;
 END $$;
