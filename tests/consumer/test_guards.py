@@ -141,69 +141,6 @@ def test_the_same_delivery_with_another_meaning_is_a_changed_delivery_and_both_m
     ]
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["alone", "batch"])
-def test_a_copy_that_comes_back_as_another_operation_is_a_changed_delivery(domain18: Database, many: bool) -> None:
-    def deliver(sent: Envelope, number: int) -> tuple[Outcome, int]:
-        delivery = from_kafka(sent, number)
-        found = reports.handle_many(domain18.dsn, [delivery])[0] if many else reports.handle(domain18.dsn, delivery)
-        assert isinstance(found, Handled)
-        return found.outcome, found.arrivals
-
-    first, anew = submitted(), submitted(operation="op-2")
-    assert deliver(first, 0) == (Outcome.HANDLED, 1)
-    assert deliver(first, 1) == (Outcome.DUPLICATE, 1), "a copy: no reservation is made with it"
-
-    assert deliver(anew, 1) == (Outcome.CONFLICT, 2)
-    assert deliver(submitted(document="b"), 1) == (Outcome.CONFLICT, 3)
-    assert deliver(first, 1) == (Outcome.DUPLICATE, 4)
-
-    assert [(row[0], row[5], row[6]) for row in rows(domain18, LETTERS)] == [
-        ("delivery_changed", first.meaning.raw, anew.meaning.raw),
-        ("delivery_changed", first.meaning.raw, submitted(document="b").meaning.raw),
-    ]
-    assert rows(domain18, KNOWN) == [("acme", "reports", "op-1", "test.submitted")]
-    assert deliver(anew, 2) == (Outcome.HANDLED, 1), "it was not handled, nor forgotten"
-    assert len(rows(domain18, "SELECT FROM done")) == 2
-
-
-@pytest.mark.parametrize("many", [False, True], ids=["alone", "batch"])
-def test_a_delivery_that_was_set_aside_and_is_handled_later_is_one_delivery(domain18: Database, many: bool) -> None:
-    executed(
-        domain18, "INSERT INTO fencepost.consumer (consumer, horizon) VALUES ('reports', now() - interval '7 days')"
-    )
-    delivery = from_kafka(submitted(days=30))
-
-    def deliver() -> tuple[Outcome, int]:
-        found = reports.handle_many(domain18.dsn, [delivery])[0] if many else reports.handle(domain18.dsn, delivery)
-        assert isinstance(found, Handled)
-        return found.outcome, found.arrivals
-
-    assert [deliver(), deliver()] == [(Outcome.BEFORE_HORIZON, 1), (Outcome.BEFORE_HORIZON, 2)]
-    deliveries: LiteralString = "SELECT unreserved, arrivals FROM fencepost.delivery"
-    assert rows(domain18, deliveries) == [(True, 2)]
-    executed(domain18, "UPDATE fencepost.dead_letter SET unhandled = true")
-    assert [deliver(), deliver()] == [(Outcome.HANDLED, 3), (Outcome.DUPLICATE, 4)]
-    assert rows(domain18, deliveries) == [(False, 4)]
-
-
-@pytest.mark.parametrize("document", ["a", "b"], ids=["of a new operation", "of a known one"])
-def test_what_was_forged_is_set_aside_and_reserves_nothing(domain18: Database, document: str) -> None:
-    real = submitted(operation="op-2") if document == "a" else submitted()
-    forged = from_kafka(real, 9, payload=submitted(document="forged").payload)
-    with psycopg.connect(domain18.dsn, autocommit=True) as conn:
-        for number in range(8):  # in words, and prepared
-            assert reports.handle(conn, from_kafka(submitted(), number)).outcome is not Outcome.UNDECODABLE
-            assert reports.handle(conn, forged).outcome is Outcome.UNDECODABLE
-    assert [(row[0], row[4]) for row in rows(domain18, LETTERS)] == [("undecodable", 8)]
-    assert rows(domain18, KNOWN) == [("acme", "reports", "op-1", "test.submitted")]
-    with domain18.connect() as conn:
-        counted = conn.execute("SELECT count(*) FROM fencepost.delivery WHERE coordinates = %s", (forged.coordinates,))
-        assert counted.fetchone() == (0,)
-    assert reports.handle(domain18.dsn, from_kafka(real, 9)).outcome is (
-        Outcome.HANDLED if document == "a" else Outcome.DUPLICATE
-    )
-
-
 def test_what_is_before_the_horizon_takes_no_reservation_of_others_along(feed: Feed) -> None:
     with feed.database.connect() as conn:
         conn.execute("INSERT INTO fencepost.consumer (consumer, horizon) VALUES ('reports', now() - interval '7 days')")

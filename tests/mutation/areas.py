@@ -83,8 +83,8 @@ INBOX = Area(
         "inbox/discard_dead_letter.sql": ("discard_dead_letter", "read_dead_letter"),
     },
     {
-        "inbox/reserve.sql": ("consumer/test_guards.py", "consumer/test_contract.py"),
-        "inbox/reserve_many.sql": ("consumer/test_guards.py", "consumer/test_batch.py"),
+        "inbox/reserve.sql": ("consumer/test_guards.py", "consumer/test_delivery_rows.py", "consumer/test_contract.py"),
+        "inbox/reserve_many.sql": ("consumer/test_guards.py", "consumer/test_delivery_rows.py", "consumer/test_batch.py"),
         "inbox/purge.sql": ("consumer/test_guards.py", "consumer/test_retention.py"),
         "inbox/retention.sql": ("consumer/test_guards.py", "consumer/test_retention.py"),
         "inbox/dead_letter.sql": ("consumer/test_guards.py", "consumer/test_dead_letters.py"),
@@ -92,7 +92,7 @@ INBOX = Area(
         "inbox/discard_dead_letter.sql": ("consumer/test_guards.py", "consumer/test_dead_letters.py"),
     },
     (
-        "consumer/test_guards.py", "consumer/test_contract.py", "consumer/test_batch.py", "consumer/test_retention.py",
+        "consumer/test_guards.py", "consumer/test_delivery_rows.py", "consumer/test_contract.py", "consumer/test_batch.py", "consumer/test_retention.py",
         "consumer/test_dead_letters.py", "consumer/test_inbox.py",
     ),
     tables=False,
