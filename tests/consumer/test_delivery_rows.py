@@ -191,13 +191,13 @@ def test_a_delivery_that_came_after_this_snapshot_is_no_new_one(domain18: Databa
     for level in (IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE):
         with domain18.connect() as old, domain18.connect(autocommit=True) as conn:
             old.isolation_level = level
+            conn.execute("DELETE FROM fencepost.unreserved_delivery")
             old.execute("SELECT FROM fencepost.reservation")
             assert old.execute(*((MANY, many(("c", "[9]"))) if batched else (ONE, one("c", "[9]")))).fetchall() == [
                 ("reserved", 1)
             ], "the allowed control"
             if batched:
                 old.execute(SETTLE, {"unhandled": []})
-            conn.execute("DELETE FROM fencepost.unreserved_delivery")
             assert conn.execute(ONE, one("a", "[2]")).fetchall() == [("duplicate", 1)], "a copy, committed"
             if level is IsolationLevel.READ_COMMITTED:
                 assert old.execute(query, values).fetchall() == [("alone", 0) if batched else ("conflict", 2)]
