@@ -121,42 +121,52 @@ def test_what_was_forged_is_set_aside_and_reserves_nothing(domain18: Database, d
 # The functions themselves, whoever calls them.
 
 MANY: LiteralString = """
-SELECT outcome, arrivals FROM fencepost.reserve_many('reports', %(tenants)s::text[], %(operations)s::text[], %(types)s::text[],
+SELECT outcome, arrivals FROM fencepost.reserve_many(%(consumer)s, %(tenants)s::text[], %(operations)s::text[], %(types)s::text[],
     %(versions)s::int[], %(event_ids)s::uuid[], %(sources)s::text[], %(epochs)s::bigint[], %(bindings)s::text[],
     %(event_times)s::timestamptz[], %(coordinates)s::text[]) ORDER BY n"""
 ONE: LiteralString = """
-SELECT outcome, arrivals FROM fencepost.reserve('t', 'reports', %(operation)s, 'x.y', 1, gen_random_uuid(), 'urn:x', 1, 'ref:x',
+SELECT outcome, arrivals FROM fencepost.reserve('t', %(consumer)s, %(operation)s, 'x.y', 1, gen_random_uuid(), 'urn:x', 1, 'ref:x',
     %(event_time)s, %(coordinates)s, '[]', '')"""
-SETTLE: LiteralString = "SELECT fencepost.settle_batch('reports', %(unhandled)s::text[])"
+SETTLE: LiteralString = "SELECT fencepost.settle_batch(%(consumer)s, %(unhandled)s::text[])"
 WHAT: LiteralString = "SELECT operation, coordinates, arrivals FROM fencepost.delivery ORDER BY 1, 2"
 
 
-def many(*sent: tuple[str, str], days: float = 0) -> dict[str, Any]:
+def many(*sent: tuple[str, str], consumer: str = "reports") -> dict[str, Any]:
     """Values of MANY for pairs of operation and coordinates."""
     same = {"tenants": "t", "types": "x.y", "versions": 1, "sources": "urn:x", "epochs": 1, "bindings": "ref:x"}
     made: dict[str, Any] = {name: [value] * len(sent) for name, value in same.items()}
     made["event_ids"] = ["00000000-0000-0000-0000-000000000001"] * len(sent)
-    made["event_times"] = [datetime.now(UTC) - days * DAY] * len(sent)
-    return {**made, "operations": [each[0] for each in sent], "coordinates": [each[1] for each in sent]}
+    made["event_times"] = [datetime.now(UTC)] * len(sent)
+    return {
+        "consumer": consumer,
+        **made,
+        "operations": [each[0] for each in sent],
+        "coordinates": [each[1] for each in sent],
+    }
 
 
-def one(operation: str, coordinates: str, days: float = 0) -> dict[str, Any]:
-    return {"operation": operation, "coordinates": coordinates, "event_time": datetime.now(UTC) - days * DAY}
+def one(operation: str, coordinates: str, days: float = 0, consumer: str = "reports") -> dict[str, Any]:
+    return {
+        "consumer": consumer,
+        "operation": operation,
+        "coordinates": coordinates,
+        "event_time": datetime.now(UTC) - days * DAY,
+    }
 
 
 def test_a_batch_takes_back_nothing_that_another_batch_of_its_transaction_counted(domain18: Database) -> None:
     with domain18.connect() as conn:
         conn.execute(MANY, many(("a", "[1]")))
-        conn.execute(SETTLE, {"unhandled": []})
+        conn.execute(SETTLE, {"consumer": "reports", "unhandled": []})
     with domain18.connect() as conn:
         assert conn.execute(MANY, many(("a", "[1]"))).fetchall() == [("duplicate", 2)]
-        conn.execute(SETTLE, {"unhandled": ["[1]"]})
+        conn.execute(SETTLE, {"consumer": "reports", "unhandled": ["[1]"]})
         assert conn.execute(MANY, many(("b", "[2]"))).fetchall() == [("reserved", 1)]
         for wrong in (["[1]"], ["[2]", "[2]"]):
             with pytest.raises(InvalidInput) as refused, conn.transaction():
-                conn.execute(SETTLE, {"unhandled": wrong})
+                conn.execute(SETTLE, {"consumer": "reports", "unhandled": wrong})
             assert refused.value.field == "coordinates"
-        conn.execute(SETTLE, {"unhandled": ["[2]"]})
+        conn.execute(SETTLE, {"consumer": "reports", "unhandled": ["[2]"]})
     assert rows(domain18, WHAT) == [("a", "[1]", 1)]
 
 
@@ -164,7 +174,7 @@ def test_what_a_batch_reserved_and_did_not_handle_is_taken_back_however_often_it
     with domain18.connect() as conn:
         assert conn.execute(MANY, many(("a", "[1]"), ("b", "[2]"))).fetchall() == [("reserved", 1)] * 2
         assert conn.execute(ONE, one("a", "[1]")).fetchall() == [("duplicate", 2)]
-        conn.execute(SETTLE, {"unhandled": ["[1]"]})
+        conn.execute(SETTLE, {"consumer": "reports", "unhandled": ["[1]"]})
     assert rows(domain18, WHAT) == [("b", "[2]", 1)]
 
 
@@ -172,13 +182,13 @@ def test_a_copy_that_is_taken_back_is_as_if_it_had_not_arrived(domain18: Databas
     with domain18.connect() as conn:
         for _ in range(2):
             conn.execute(MANY, many(("a", "[1]")))
-            conn.execute(SETTLE, {"unhandled": []})
+            conn.execute(SETTLE, {"consumer": "reports", "unhandled": []})
         conn.execute(ONE, one("a", "[2]"))
     with domain18.connect() as conn:
         found = conn.execute(MANY, many(("a", "[3]"))).fetchall()
-        conn.execute(SETTLE, {"unhandled": ["[3]"]})
+        conn.execute(SETTLE, {"consumer": "reports", "unhandled": ["[3]"]})
         found += conn.execute(MANY, many(("a", "[2]"))).fetchall()
-        conn.execute(SETTLE, {"unhandled": ["[2]"]})
+        conn.execute(SETTLE, {"consumer": "reports", "unhandled": ["[2]"]})
     assert found == [("duplicate", 1), ("duplicate", 2)]
     assert rows(domain18, WHAT) == [("a", "[1]", 2), ("a", "[2]", 1)]
 
@@ -197,7 +207,7 @@ def test_a_delivery_that_came_after_this_snapshot_is_no_new_one(domain18: Databa
                 ("reserved", 1)
             ], "the allowed control"
             if batched:
-                old.execute(SETTLE, {"unhandled": []})
+                old.execute(SETTLE, {"consumer": "reports", "unhandled": []})
             assert conn.execute(ONE, one("a", "[2]")).fetchall() == [("duplicate", 1)], "a copy, committed"
             if level is IsolationLevel.READ_COMMITTED:
                 assert old.execute(query, values).fetchall() == [("alone", 0) if batched else ("conflict", 2)]
@@ -217,7 +227,7 @@ def test_a_batch_that_waited_for_a_delivery_which_was_then_refused_does_not_take
     def late() -> list[tuple[Any, ...]]:
         with domain18.connect() as conn:
             found = conn.execute(MANY, many(("b", "[1]"), ("c", "[2]"))).fetchall()
-            conn.execute(SETTLE, {"unhandled": []})
+            conn.execute(SETTLE, {"consumer": "reports", "unhandled": []})
         return found
 
     # An insertion that is taken back, as of an event before the horizon: whoever meets it waits for its transaction.
@@ -230,3 +240,70 @@ def test_a_batch_that_waited_for_a_delivery_which_was_then_refused_does_not_take
         first.execute("DELETE FROM fencepost.reservation WHERE operation = 'b'")
     assert waiting.result(DEADLINE_SECONDS) == [("alone", 0), ("reserved", 1)]
     assert rows(domain18, WHAT) == [("a", "[1]", 1), ("c", "[2]", 1)]
+
+
+def test_what_arrives_at_one_consumer_is_no_delivery_of_another(domain18: Database) -> None:
+    theirs: LiteralString = """
+        SELECT operation, coordinates, arrivals FROM fencepost.delivery WHERE consumer = 'other' ORDER BY 1, 2"""
+    before = [("a", "[1]", 1), ("a", "[2]", 1), ("a", "[7]", 1)]
+    with domain18.connect(autocommit=True) as conn:
+        for coordinates in ("[1]", "[2]", "[7]"):
+            conn.execute(ONE, one("a", coordinates, consumer="other"))
+        assert conn.execute(theirs).fetchall() == before
+
+        # Alone: at coordinates that the other has reserved with, and at those of its copy.
+        assert conn.execute(ONE, one("b", "[7]")).fetchall() == [("reserved", 1)]
+        assert conn.execute(ONE, one("a", "[5]")).fetchall() == [("reserved", 1)]
+        assert conn.execute(ONE, one("a", "[1]")).fetchall() == [("duplicate", 1)]
+        assert conn.execute(ONE, one("b", "[2]")).fetchall() == [("duplicate", 1)], (
+            "no conflict with what the other has"
+        )
+        assert conn.execute(theirs).fetchall() == before
+
+        # And in a batch that takes all of it back.
+        for sent, found in (
+            (("c", "[1.1]"), ("reserved", 1)),
+            (("b", "[7]"), ("duplicate", 2)),
+            (("b", "[2]"), ("duplicate", 2)),
+        ):
+            conn.execute(ONE, one("a", "[1.1]", consumer="other"))
+            with conn.transaction():
+                assert conn.execute(MANY, many(sent)).fetchall() == [found]
+                conn.execute(SETTLE, {"consumer": "reports", "unhandled": [sent[1]]})
+        assert [row for row in conn.execute(theirs).fetchall() if row[1] != "[1.1]"] == before
+        conn.execute(ONE, one("d", "[8]", consumer="other"))
+        with conn.transaction():
+            assert conn.execute(MANY, many(("d", "[8]"))).fetchall() == [("reserved", 1)]
+            conn.execute(SETTLE, {"consumer": "reports", "unhandled": ["[8]"]})
+        assert ("d", "[8]", 1) in conn.execute(theirs).fetchall()
+
+
+@pytest.mark.parametrize("level", list(IsolationLevel), ids=[each.name.lower() for each in IsolationLevel])
+def test_a_copy_counts_on_under_every_isolation(domain18: Database, level: IsolationLevel) -> None:
+    with domain18.connect() as conn:
+        conn.isolation_level = level
+        for coordinates in ("[1]", "[2]", "[3]"):
+            conn.execute(ONE, one("a", coordinates))
+        conn.commit()
+        assert conn.execute(ONE, one("a", "[2]")).fetchall() == [("duplicate", 2)]
+        assert conn.execute(MANY, many(("a", "[2]"))).fetchall() == [("duplicate", 3)]
+        conn.execute(SETTLE, {"consumer": "reports", "unhandled": []})
+    assert rows(domain18, WHAT) == [("a", "[1]", 1), ("a", "[2]", 3), ("a", "[3]", 1)]
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "batch"])
+def test_another_epoch_is_told_of_a_duplicate_and_of_nothing_else(domain18: Database, batched: bool) -> None:
+    def deliver(sent: Envelope, number: int) -> tuple[Outcome, bool]:
+        delivery = from_kafka(sent, number)
+        found = reports.handle_many(domain18.dsn, [delivery])[0] if batched else reports.handle(domain18.dsn, delivery)
+        assert isinstance(found, Handled)
+        return found.outcome, found.other_epoch
+
+    event = Submitted(tenant="acme", operation="op-1", document="a")
+    changed = Submitted(tenant="acme", operation="op-1", document="b")
+    now = datetime.now(UTC)
+    assert deliver(envelope(event, epoch=1, time=now), 0) == (Outcome.HANDLED, False)
+    for number in (0, 1):
+        assert deliver(envelope(event, epoch=1, time=now), number) == (Outcome.DUPLICATE, False)
+        assert deliver(envelope(event, epoch=2, time=now), number) == (Outcome.DUPLICATE, True)
+    assert deliver(envelope(changed, epoch=2, time=now), 2) == (Outcome.CONFLICT, False)
