@@ -307,3 +307,19 @@ def test_another_epoch_is_told_of_a_duplicate_and_of_nothing_else(domain18: Data
         assert deliver(envelope(event, epoch=1, time=now), number) == (Outcome.DUPLICATE, False)
         assert deliver(envelope(event, epoch=2, time=now), number) == (Outcome.DUPLICATE, True)
     assert deliver(envelope(changed, epoch=2, time=now), 2) == (Outcome.CONFLICT, False)
+
+
+def test_counting_what_has_changed_or_comes_late_leaves_another_consumers_deliveries_alone(domain18: Database) -> None:
+    executed(
+        domain18, "INSERT INTO fencepost.consumer (consumer, horizon) VALUES ('reports', now() - interval '7 days')"
+    )
+    with domain18.connect(autocommit=True) as conn:
+        for operation, coordinates in (("a", "[1]"), ("x", "[4]")):
+            conn.execute(ONE, one(operation, coordinates, consumer="other"))
+        assert conn.execute(ONE, one("a", "[1]")).fetchall() == [("reserved", 1)]
+        assert conn.execute(ONE, one("b", "[1]")).fetchall() == [("conflict", 2)]
+        assert conn.execute(ONE, one("x", "[4]", days=30)).fetchall() == [("before_horizon", 1)]
+        conn.execute("UPDATE fencepost.dead_letter SET unhandled = true WHERE reason = 'before_horizon'")
+        assert conn.execute(ONE, one("x", "[4]", days=30)).fetchall() == [("reserved", 2)]
+    found = rows(domain18, "SELECT consumer, operation, arrivals FROM fencepost.delivery ORDER BY 1, 2")
+    assert found == [("other", "a", 1), ("other", "x", 1), ("reports", "a", 2), ("reports", "x", 2)]
