@@ -269,9 +269,8 @@ def test_a_release_is_of_one_delivery_and_no_other(here: Installation, feed: Fee
     elsewhere: Inbox[Any] = inbox(consumer="other")(write)
     assert elsewhere.handle(here.database.dsn, from_rabbitmq(old, "a")).outcome is Outcome.OLD_EPOCH
     with here.database.connect() as conn:
-        conn.execute(
-            "DELETE FROM fencepost.unreserved_delivery"
-        )  # As a purge may have left it: nobody sees that it has changed.
+        # As a purge may have left it: nobody sees that it has changed.
+        conn.execute("DELETE FROM fencepost.unreserved_delivery")
     changed = replace(another_meaning, id=old.id)
     assert reports.handle(here.database.dsn, from_rabbitmq(changed, "a")).outcome is Outcome.OLD_EPOCH
     assert here.done() == []

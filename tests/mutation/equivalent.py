@@ -1,6 +1,7 @@
 """Mutants that no test can tell from the original, each with what implies the predicate that was removed."""
 
 HELD = "the job's row is locked before, and whoever changes an effect's state, version or receipt locks that row first"
+MEANT = "the meaning is a digest over tenant, operation, type, version and binding, and it is compared as well"
 
 EQUIVALENT: dict[str, str] = {
     "claim: IF EXISTS (SELECT FROM fencepost.lifecycle) -> true": "saves a call: where no class was handed over it refuses none",
@@ -51,4 +52,15 @@ EQUIVALENT: dict[str, str] = {
     "record_effect: NOT e.contradicted -> true": "saves an update: true is written over true",
     "record_effect: no FOR UPDATE": HELD,
     "reconcile: no FOR UPDATE": HELD,
+    **{
+        f"_judge_reservation: row comparison without {row}.{part}": MEANT
+        for row in ("r", "v_delivery")
+        for part in ("tenant", "operation", "type")
+    },
+    "settle_batch: b.transaction = pg_current_xact_id_if_assigned() -> true": (
+        "no row of another transaction is ever seen: none is ever committed"
+    ),
+    "settle_batch: IF p_unhandled = '{}' -> false": "saves four statements, which would find nothing",
+    "settle_batch: d.consumer = p_consumer -> true #2": "only what the statement before has counted down to 0 has no arrivals",
+    "settle_batch: d.coordinates = ANY (v_counted) -> true #2": "as for the consumer: no other row has no arrivals",
 }
